@@ -20,7 +20,7 @@ class Choice:
     def add(self, data: dict[str, Any]) -> None:
         """One event's part, or all of it at once."""
         self.token_ids += data.get("token_ids") or []
-        self.text += data.get("text") or ""
+        self.text += data.get("text") or _said(data.get("delta") or data.get("message") or {})
         self.finish_reason = data.get("finish_reason") or self.finish_reason
         self.stop_reason = data.get("stop_reason") or self.stop_reason
         logprobs = data.get("logprobs") or {}
@@ -32,6 +32,7 @@ class Choice:
 
     @property
     def num_masked(self) -> int:
+        """Tokens that are marked."""
         return sum(end - first for first, end in self.masked)
 
     @property
@@ -39,6 +40,14 @@ class Choice:
         """Where marked tokens are followed by others: these must be what an exact run gives, given all before."""
         bounds = [*self.masked, (len(self.token_ids), 0)]
         return [(end, until) for (_, end), (until, _) in pairwise(bounds) if end < until]
+
+
+def _said(message: dict[str, Any]) -> str:
+    """Text and calls of a chat. Ids of calls are left out: each request has its own."""
+    called = [call["function"] for call in message.get("tool_calls") or ()]
+    return (message.get("content") or "") + "".join(
+        (part.get("name") or "") + (part.get("arguments") or "") for part in called
+    )
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,15 @@ class Answer:
     @property
     def num_tokens(self) -> int:
         return sum(len(choice.token_ids) for choice in self.choices)
+
+    def add_response(self, data: dict[str, Any]) -> None:
+        """A response of /v1/responses that has ended."""
+        said = [part["text"] for item in data["output"] for part in item.get("content") or ()]
+        self.choices[0].text, self.choices[0].finish_reason = "".join(said), data["status"]
+        usage = data["usage"] or {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0}
+        if masked := usage.get("masked_tokens"):
+            self.choices[0].masked = [(0, masked)]
+        self.usage = Usage(usage["input_tokens"], usage["output_tokens"], usage["total_tokens"])
 
     def add(self, data: dict[str, Any]) -> None:
         """One event, or the whole answer. Raises LookupError or TypeError if it is not of this shape."""

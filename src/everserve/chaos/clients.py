@@ -29,6 +29,7 @@ class Manner(StrEnum):
     WHOLE = "in one piece"
     CANCEL = "cancelled"  # the client leaves for good
     RESUME = "broken off and resumed"
+    BACKGROUND = "in the background"  # the only one of such a request
 
 
 _MANNERS = {Manner.STREAM: 45, Manner.WHOLE: 15, Manner.CANCEL: 12, Manner.RESUME: 28}
@@ -102,7 +103,7 @@ class Clients:
         worker without any fault, and mask its experts: such an answer is not the right one."""
         for _ in range(_MAX_MARKED):
             talk = self._talk(request, Manner.RESUME)
-            await talk.stream()
+            await (talk.background() if request.is_background else talk.stream())
             if not marks(talk.answer):
                 break
         self._find_marks(talk.answer, f"{request}, undisturbed")
@@ -124,6 +125,8 @@ class Clients:
     async def _ask(self, known: Known, number: int, manner: Manner, dice: random.Random, tally: Tally) -> Answer:
         """One request and its judgement."""
         request, expected = known.requests[number], known.answers[number]
+        if request.is_background:
+            manner = Manner.BACKGROUND
         talk = self._talk(request, manner)
         where = f"{request}, {manner}"
         is_complete = manner is not Manner.CANCEL
@@ -149,7 +152,9 @@ class Clients:
 
 
 async def _perform(talk: Talk, manner: Manner, num_events: int, dice: random.Random) -> None:
-    if manner is Manner.WHOLE:
+    if manner is Manner.BACKGROUND:
+        await talk.background()
+    elif manner is Manner.WHOLE:
         await talk.whole()
     elif manner is Manner.CANCEL:
         await talk.stream([Break(dice.randrange(num_events), is_abrupt=dice.random() < 0.5)], comes_back=False)

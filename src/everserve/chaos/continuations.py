@@ -26,7 +26,11 @@ class Continuation:
 
 def can_ask(request: Request) -> bool:
     """Whether a run that goes on from given tokens can be asked for."""
-    return request.body["temperature"] == 0 and not any(name in request.body for name in _PENALTIES)
+    return (
+        "prompt" in request.body
+        and request.body["temperature"] == 0
+        and not any(name in request.body for name in _PENALTIES)
+    )
 
 
 def continuations(request: Request, answer: Answer, where: str) -> Iterator[Continuation]:
@@ -35,7 +39,7 @@ def continuations(request: Request, answer: Answer, where: str) -> Iterator[Cont
         for first, end in choice.exact_again:
             tokens = choice.token_ids
             body = {name: value for name, value in request.body.items() if name not in _ENDINGS}
-            body |= {"prompt": [*body["prompt"], *tokens[:first]], "max_tokens": end - first}
+            body |= {"prompt": [*body.get("prompt", ()), *tokens[:first]], "max_tokens": end - first}
             yield Continuation(
                 f"{where}, from token {first} on", Request(request.number, body), tuple(tokens[first:end])
             )

@@ -1,8 +1,8 @@
 """What clients ask: a catalogue of requests made from the seed, each with one right answer.
 
 Short and long prompts and outputs, greedy and sampled, some with two choices, logprobs or stop strings, some that
-follow a schema, some that share a prefix. How a request is asked is the client's choice each time: streamed, whole,
-cancelled, broken off and resumed.
+follow a schema, some that share a prefix; then calls of tools, and responses in the background. How a request is asked
+is the client's choice each time: streamed, whole, cancelled, broken off and resumed.
 """
 
 import random
@@ -22,6 +22,8 @@ TEXT = (
 )
 
 NUM_REQUESTS = 32
+COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+_NUM_CALLS, _NUM_IN_BACKGROUND = 4, 3
 _PREFIX_TOKENS = 150  # shared by some
 _PROMPTS = ((1, 20), (30, 120), (200, 500), (700, 1500))  # tokens
 _OUTPUTS = ((1, 1), (2, 16), (20, 80), (80, 160), (200, 400))
@@ -49,23 +51,90 @@ class Request:
 
     number: int
     body: dict[str, Any]
+    path: str = COMPLETIONS
+
+    @property
+    def is_background(self) -> bool:
+        """It is asked for, and looked at again and again until it has ended."""
+        return bool(self.body.get("background"))
 
     @property
     def num_choices(self) -> int:
         return int(self.body.get("n", 1))
 
     def __str__(self) -> str:
-        extra = {key: value for key, value in self.body.items() if key not in ("model", "prompt", "return_token_ids")}
-        return f"request {self.number} ({len(self.body['prompt'])} prompt tokens, {extra})"
+        hidden = ("model", "prompt", "messages", "input", "tools", "return_token_ids")
+        extra = {key: value for key, value in self.body.items() if key not in hidden}
+        what = f"{len(self.body['prompt'])} prompt tokens" if "prompt" in self.body else self.path
+        return f"request {self.number} ({what}, {extra})"
 
 
 def make_catalogue(
-    seed: int, model: str, vocabulary: Sequence[int], max_model_len: int, num: int = NUM_REQUESTS
+    seed: int,
+    model: str,
+    vocabulary: Sequence[int],
+    max_model_len: int,
+    num: int = NUM_REQUESTS,
+    *,
+    calls_tools: bool = False,
 ) -> list[Request]:
-    """All distinct requests of a run. `vocabulary`: token ids that prompts may consist of."""
+    """All distinct requests of a run. `vocabulary`: token ids that prompts may consist of. `calls_tools`: the model's
+    template, or a flag, says how."""
     dice = random.Random(f"everserve chaos/requests/{seed}")
     prefix = dice.choices(vocabulary, k=min(_PREFIX_TOKENS, max_model_len // 4))
-    return [Request(i, _make_body(i, dice, model, vocabulary, prefix, max_model_len)) for i in range(num)]
+    found = [Request(i, _make_body(i, dice, model, vocabulary, prefix, max_model_len)) for i in range(num)]
+    num_most = max_model_len // 4
+    for i in range(_NUM_CALLS if calls_tools else 0):
+        found.append(Request(len(found), _call(i, dice, model, num_most), CHATS))
+    for i in range(_NUM_IN_BACKGROUND):
+        found.append(Request(len(found), _in_background(i, dice, model, num_most), RESPONSES))
+    return found
+
+
+def tool_probe(model: str) -> dict[str, Any]:
+    """A request that a server answers if it can call tools."""
+    return {**_call(0, random.Random(0), model, 1), "max_tokens": 1}
+
+
+def _said(dice: random.Random) -> str:
+    """A part of the text."""
+    at = dice.randrange(len(TEXT) - 120)
+    return TEXT[at : at + dice.randint(20, 120)]
+
+
+def _call(i: int, dice: random.Random, model: str, num_most: int) -> dict[str, Any]:
+    """A chat that must end with a call, or with several; greedy or sampled."""
+    days = {"type": "array", "items": {"enum": ["mon", "tue", "wed"]}, "minItems": 4, "maxItems": 4 + 4 * i}
+    city = {"type": "string", "pattern": "^[A-Z][a-z]{2,9}$"}
+    parameters = {
+        "type": "object",
+        "properties": {"city": city, "days": days},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    }
+    return {
+        "model": model,
+        "messages": [{"role": "user", "content": _said(dice)}],
+        "tools": [{"type": "function", "function": {"name": "weather", "parameters": parameters, "strict": True}}],
+        "tool_choice": "required",
+        "parallel_tool_calls": i % 2 == 1,
+        "max_tokens": min(dice.randint(60, 300), num_most),
+        "return_token_ids": True,
+        "temperature": 0.8 if i // 2 else 0.0,
+        "seed": dice.randrange(1 << 32),
+    }
+
+
+def _in_background(i: int, dice: random.Random, model: str, num_most: int) -> dict[str, Any]:
+    return {
+        "model": model,
+        "input": _said(dice),
+        "background": True,
+        "max_output_tokens": min(dice.randint(40, 240), num_most),
+        "ignore_eos": i % 2 == 0,
+        "temperature": 0.0 if i == 0 else 0.9,
+        "seed": dice.randrange(1 << 32),
+    }
 
 
 def _make_body(

@@ -23,7 +23,7 @@ from everserve.chaos.clients import Clients, Known, Manner
 from everserve.chaos.faults import Injector
 from everserve.chaos.findings import Findings
 from everserve.chaos.leaks import Snapshot
-from everserve.chaos.requests import TEXT, make_catalogue
+from everserve.chaos.requests import CHATS, TEXT, make_catalogue, tool_probe
 from everserve.chaos.schedule import Fault, make_schedule
 from everserve.chaos.settings import Settings
 from everserve.chaos.talk import Trouble
@@ -59,6 +59,8 @@ def check_own(
     admin_key: str | None = None,
 ) -> Verdict:
     """Start a server and check it. If something is found, its log and events are kept."""
+    if model == "demo" and "--tool-call-parser" not in flags:
+        flags = [*flags, "--tool-call-parser", "hermes"]  # its template says nothing of tools
     progress.say(f"starting a server: everserve serve {' '.join([model, *flags, '--enable-chaos'])}")
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(LocalServer(model, *flags, "--enable-chaos"))
@@ -152,7 +154,12 @@ class Run:
         model, max_model_len = await self._target.model()
         vocabulary = sorted(set(await self._target.tokenize(model, TEXT)))
         settings = self._settings
-        requests = make_catalogue(settings.seed, model, vocabulary, max_model_len, settings.num_requests)
+        calls_tools = await self._target.can(CHATS, tool_probe(model))
+        if not calls_tools:
+            self._notes.append("no tools are called: the server needs --tool-call-parser for that with this model")
+        requests = make_catalogue(
+            settings.seed, model, vocabulary, max_model_len, settings.num_requests, calls_tools=calls_tools
+        )
         self._progress.say(f"seed {settings.seed}: {len(requests)} requests, undisturbed, for the right answers")
         some, others = list(range(0, len(requests), 2)), list(range(1, len(requests), 2))[::4]
         self._progress.begin("learn", len(requests) + len(some) + len(others))

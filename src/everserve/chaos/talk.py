@@ -15,7 +15,7 @@ from everserve.chaos.target import Target
 from everserve.client import Broken, Connection, Event
 from everserve.errors import EverserveError
 
-_PATH = "/v1/completions"
+_LOOK_S = 0.1
 _WHOLE_IS_LONGER = 4  # an answer in one piece has no events to wait for; it may take this many times the limit
 
 
@@ -65,6 +65,29 @@ class Talk:
                 finally:
                     connection.close()
 
+    async def background(self) -> None:
+        """Asks for a response, and then whether it has ended."""
+        limit_s = _WHOLE_IS_LONGER * self._stall_limit_s
+        with _troubles(limit_s):
+            async with asyncio.timeout(limit_s):
+                response = await self._body_of(await self._open(self.request.body))
+                path = f"{self.request.path}/{response['id']}"
+                while response["status"] in ("queued", "in_progress"):
+                    await asyncio.sleep(_LOOK_S)
+                    url, headers = self._target.url, dict(self._target.headers)
+                    response = await self._body_of(await Connection.open(url, "GET", path, None, headers))
+                try:
+                    self.answer.add_response(response)
+                except (LookupError, TypeError, AttributeError) as error:
+                    raise Trouble(Kind.ERROR, f"no response ({error!r}): {str(response)[:200]}") from error
+
+    async def _body_of(self, connection: Connection) -> dict[str, Any]:
+        try:
+            await _check_status(connection)
+            return _parse(await connection.read_body())
+        finally:
+            connection.close()
+
     async def stream(self, breaks: Sequence[Break] = (), comes_back: bool = True) -> None:
         """Event by event. At each break the connection is given up, and then, maybe, taken up where it broke."""
         for at in breaks:
@@ -105,7 +128,7 @@ class Talk:
             headers["X-Request-Id"] = self._request_id
         if self._last_id is not None:
             headers["Last-Event-ID"] = str(self._last_id)
-        return await Connection.open(self._target.url, "POST", _PATH, body, headers)
+        return await Connection.open(self._target.url, "POST", self.request.path, body, headers)
 
     def _on_event(self, event: Event) -> None:
         if "error" in event.data:

@@ -185,6 +185,10 @@ class Target:
         first = (await self.get("/v1/models"))["data"][0]
         return str(first["id"]), int(first["max_model_len"])
 
+    async def can(self, path: str, body: dict[str, Any]) -> bool:
+        """Whether the server does this."""
+        return (await self.ask("POST", path, body)).status == 200
+
     async def tokenize(self, model: str, text: str) -> list[int]:
         reply = await self.ask("POST", "/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
         if reply.status != 200:

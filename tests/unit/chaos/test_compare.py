@@ -9,8 +9,9 @@ import pytest
 from everserve.chaos.answers import Answer, Choice, Usage
 from everserve.chaos.compare import Kind, classify, compare, first_difference, marks
 from everserve.chaos.continuations import can_ask, continuations
-from everserve.chaos.requests import Request, make_catalogue
-from everserve.gateway.http.requests import CompletionRequest
+from everserve.chaos.requests import CHATS, COMPLETIONS, RESPONSES, Request, make_catalogue
+from everserve.gateway.api.responses.request import ResponsesRequest
+from everserve.gateway.http.requests import ChatRequest, CompletionRequest
 
 TOKENS = [5, 6, 7, 7, 8]
 
@@ -158,8 +159,16 @@ def test_the_catalogue_follows_from_the_seed():
 
 @pytest.mark.parametrize("max_model_len", [64, 4096])
 def test_the_catalogue_is_servable_and_mixed(max_model_len):
-    catalogue = make_catalogue(5, "m", range(100), max_model_len)
-    bodies = [request.body for request in catalogue]
+    catalogue = make_catalogue(5, "m", range(100), max_model_len, calls_tools=True)
+    others = [request for request in catalogue if request.path != COMPLETIONS]
+    assert [request.number for request in catalogue] == list(range(len(catalogue)))
+    for request in others:
+        kind = ChatRequest if request.path == CHATS else ResponsesRequest
+        msgspec.json.decode(json.dumps(request.body), type=kind)
+        assert "seed" in request.body and request.is_background == (request.path == RESPONSES)
+    assert {request.path for request in others} == {CHATS, RESPONSES}
+    assert not any(request.path == CHATS for request in make_catalogue(5, "m", range(100), max_model_len))
+    bodies = [request.body for request in catalogue if request.path == COMPLETIONS]
     for body in bodies:
         msgspec.json.decode(json.dumps(body), type=CompletionRequest)
         assert body["max_tokens"] >= 1 and len(body["prompt"]) + body["max_tokens"] <= max_model_len

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from everserve.chaos.answers import Usage
+from everserve.chaos.answers import Answer, Choice, Usage
 from everserve.chaos.clients import Clients, Manner, draw_breaks
-from everserve.chaos.compare import Kind
+from everserve.chaos.compare import Kind, compare
 from everserve.chaos.findings import Findings
 from everserve.chaos.requests import Request
 from everserve.chaos.talk import Break, Talk, Trouble
@@ -217,7 +217,7 @@ class Answering:
         yield json_answer({"choices": [choice], "usage": usage})
 
 
-@pytest.mark.parametrize("manner", Manner)
+@pytest.mark.parametrize("manner", set(Manner) - {Manner.BACKGROUND})
 def test_a_right_server_is_right_in_every_manner(manner):
     assert judge(Answering(), manner, num=10) == []
 
@@ -290,3 +290,43 @@ def test_breaks_follow_from_the_dice():
         for seed in range(30):
             places = [at.after_events for at in draw_breaks(num_events, random.Random(seed))]
             assert places == sorted(set(places)) and places[0] >= 1 and places[-1] <= num_events
+
+
+@pytest.mark.parametrize(("said", "found"), [("so it is", []), ("so it was", [Kind.ENDING])])
+def test_a_response_in_the_background_is_looked_at_until_it_ends(said: str, found: list[Kind]) -> None:
+    usage = {"input_tokens": 2, "output_tokens": 3, "total_tokens": 5}
+    asked: list[tuple[str, str]] = []
+
+    async def respond(request: Asked) -> AsyncIterator[bytes]:
+        asked.append((request.method, request.path))
+        status = "in_progress" if len(asked) < 3 else "completed"
+        item = {"type": "message", "content": [{"type": "output_text", "text": said}]}
+        yield json_answer({"id": "resp_1", "status": status, "output": [item], "usage": usage})
+
+    request = Request(0, {"model": "m", "input": "x", "background": True, "max_output_tokens": 3}, "/v1/responses")
+
+    async def main() -> Talk:
+        async with serving(respond) as url:
+            talk = Talk(Target(url, "secret"), request, 30.0)
+            await talk.background()
+            return talk
+
+    talk = asyncio.run(main())
+    assert asked == [("POST", "/v1/responses"), *[("GET", "/v1/responses/resp_1")] * 2]
+    expected = Answer([Choice(text="so it is", finish_reason="completed")], Usage(2, 3, 5))
+    assert [difference.kind for difference in compare(talk.answer, expected)] == found
+
+
+def test_calls_of_tools_are_compared_by_what_they_say() -> None:
+    """Whole, and in parts; ids of calls differ from request to request."""
+    whole, parts = Answer.empty(1), Answer.empty(1)
+    call = {"id": "call_1", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    whole.add({"choices": [{"index": 0, "message": {"content": "So. ", "tool_calls": [call]}, "token_ids": [1, 2]}]})
+    for delta, tokens in (
+        ({"role": "assistant", "content": ""}, []),
+        ({"content": "So. "}, [1]),
+        ({"tool_calls": [{"index": 0, "id": "call_2", "function": {"name": "weather", "arguments": ""}}]}, []),
+        ({"tool_calls": [{"index": 0, "function": {"arguments": '{"city": "Rome"}'}}]}, [2]),
+    ):
+        parts.add({"choices": [{"index": 0, "delta": delta, "token_ids": tokens}]})
+    assert whole == parts and compare(parts, whole) == []

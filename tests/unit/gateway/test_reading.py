@@ -107,6 +107,14 @@ CASES: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
             [("weather", '{"city": "Bern\\n\\"x\\"", "days": 2}'), ("now", "{}")],
         ),
         ("Only text.", "Only text.", []),
+        (
+            "Wait.\n<tool_call>weather<arg_key>more</arg_key>"
+            '<arg_value>{"a": ["</b>", "<arg_value>"]}</arg_value>'
+            "<arg_key>unit</arg_key><arg_value>C</arg_value></tool_call>",
+            "Wait.",
+            [("weather", '{"more": {"a": ["</b>", "<arg_value>"]}, "unit": "C"}')],
+        ),
+        ("1 < 2 <tool and <tool_calls", "1 < 2 <tool and <tool_calls", []),
     ],
     "minimax_m2": [
         (
@@ -114,6 +122,13 @@ CASES: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
             '<parameter name="days">7</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
             "So:",
             [("weather", '{"city": "007", "days": 7}'), ("now", "{}")],
+        ),
+        ("a <minimax of text", "a <minimax of text", []),
+        (
+            '<minimax:tool_call><invoke name="weather"><parameter name="more">{"x": null}</parameter>'
+            '<parameter name="city">1 < 2 & "3"\n\n</parameter></invoke></minimax:tool_call>',
+            "",
+            [("weather", '{"more": {"x": null}, "city": "1 < 2 & \\"3\\"\\n\\n"}')],
         ),
     ],
     "qwen3_coder": [
@@ -123,6 +138,13 @@ CASES: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
             "",
             [("weather", '{"city": "Bern", "days": 7}'), ("now", "{}")],
         ),
+        ("<tool_calls> <function= is text", "<tool_calls> <function= is text", []),
+        (
+            "First.\n\n<tool_call>\n<function=weather>\n<parameter=city>\ntwo\nlines </param\n</parameter>\n"
+            "<parameter=more>\n[1, true]\n</parameter>\n</function>\n</tool_call>",
+            "First.",
+            [("weather", '{"city": "two\\nlines </param", "more": [1, true]}')],
+        ),
     ],
     "deepseek_v3": [
         (
@@ -131,6 +153,7 @@ CASES: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
             "Hm.",
             [("weather", ONE), ("now", "{}")],
         ),
+        ("a <｜tool or ｜", "a <｜tool or ｜", []),
     ],
     "deepseek_v31": [
         (
@@ -166,6 +189,34 @@ def _loaded(text: str) -> object:
         return json.loads(text)
     except ValueError:
         return text
+
+
+WRITTEN = {  # as models write arguments that are JSON
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": %s}\n</tool_call>',
+    "llama3_json": '{"name": "weather", "parameters": %s}',
+    "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": %s}]',
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n%s\n```"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>%s<｜tool▁call▁end｜>"
+    "<｜tool▁calls▁end｜>",
+    "openai": "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>%s<|call|>",
+}
+ARGUMENTS = (
+    "{}",
+    '{ "city" :\n\t"" }',
+    '{"city": "\\u00e9\\n\\\\", "days": -1.5e3, "unit": null, "more": true}',
+    '{"more": [[], [{}], "\\"}]", {"a": {"b": {"c": "}{"}}}]}',
+    '{"city": "</tool_call> [TOOL_CALLS] ; {\\"name\\": 1} ``` 日本 🎉"}',
+)
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+@pytest.mark.parametrize("name", WRITTEN)
+def test_arguments_are_what_the_model_wrote(name: str, arguments: str) -> None:
+    """To the byte, blanks and escapes included, wherever the text is split."""
+    reading = Reading(format=FORMATS[name], tools=TOOLS)
+    text = WRITTEN[name] % arguments
+    assert read_however_split(reading, text) == ("", "", [("weather", arguments)])
 
 
 def test_only_the_first_call_counts_if_the_client_says_so() -> None:
