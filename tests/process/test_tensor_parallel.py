@@ -6,6 +6,7 @@ import random
 import re
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,28 @@ class Counters:
 
     def __getattr__(self, name: str) -> float:
         return self._all(self._server)[name] - self._before[name]
+
+
+def embed(server, salt: str) -> list[list[float]]:
+    texts = [f"Chapter {n}. " + "It was a cold evening when " * (n % 30) for n in range(40)]
+    answer = c.post(server, "/v1/embeddings", {"input": texts, "cache_salt": salt})
+    assert answer.status_code == 200, answer.text
+    return [each["embedding"] for each in answer.json()["data"]]
+
+
+def test_embeddings(whole, server):
+    """Those of one process, also if a home and a worker with heads die meanwhile."""
+    expected = embed(server, "one process")
+    assert embed(whole, "quiet") == expected
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(embed, whole, "disturbed")
+        c.wait_until(lambda: sum(worker["requests"] or 0 for worker in c.cluster(whole)["workers"]) > 4)
+        before = {rank: c.worker(whole, rank) for rank in (HOME, SHARDS)}
+        for worker in before.values():
+            os.kill(worker["pid"], signal.SIGKILL)
+        assert asked.result(240) == expected
+    c.wait_whole(whole)
+    assert all(c.worker(whole, rank)["incarnation"] > before[rank]["incarnation"] for rank in before)
 
 
 @pytest.mark.parametrize(
