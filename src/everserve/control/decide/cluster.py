@@ -90,6 +90,7 @@ class ClusterState:
         self.kill_at: dict[WorkerId, float] = {}  # lost, and its exit has not been seen
         self.isolate_at: dict[int, float] = {}  # devices that are being evacuated, and for how long they may be
         self._rows: dict[Rank, Worker] = {}  # what each seat shows now
+        self._used: dict[Rank, Epoch] = {}  # of the routes that each serving attention worker uses
         self._deadlines: dict[Rank, float] = {}
         self._published: dict[Rank, Worker] = {}  # what it showed when tables were published last
         self._changed: set[Rank] = set()  # seats that show something else than then
@@ -151,6 +152,10 @@ class ClusterState:
                 self._deadlines.pop(rank, None)
             else:
                 self._deadlines[rank] = deadline
+            if Role.ATTENTION in seat.goal.roles and seat.can_serve:
+                self._used[rank] = seat.process.acknowledged
+            else:
+                self._used.pop(rank, None)
             row = None if seat.is_retired else seat.worker(*self._slots[rank])
             published = self._published.get(rank)
             if row is None:
@@ -265,8 +270,8 @@ class ClusterState:
 
     def oldest_used(self) -> Epoch:
         """The oldest routes that an attention worker may follow."""
-        homes = (s for s in self.seats.values() if Role.ATTENTION in s.goal.roles and s.can_serve)
-        return min((seat.process.acknowledged for seat in homes), default=self.epoch)
+        self._look()
+        return min(self._used.values(), default=self.epoch)
 
     def overtake(self, epoch: Epoch, who: str) -> Step:
         """Publish a later epoch than the one of this process, because processes drop tables that are not newer."""

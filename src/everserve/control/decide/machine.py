@@ -112,7 +112,7 @@ from everserve.plan.balance import BalancePolicy
 from everserve.plan.lost_experts import LostExpertPolicy
 from everserve.tables.goal import Capacity, Goal, Wanted
 from everserve.tables.health import Diagnosis
-from everserve.tables.ids import Epoch, Rank, WorkerId
+from everserve.tables.ids import NO_RANK, Epoch, Rank, WorkerId
 from everserve.tables.members import Members, WorkerState
 from everserve.tables.routes import Routes
 from everserve.tables.slots import Fill
@@ -141,9 +141,12 @@ class Machine:
         self._seats = self._cluster.seats
         self._lost_at = -math.inf  # the last loss
         self._owes_routes = False  # workers hold other experts than the published routes say
+        self._published_at = -math.inf
+        self._gathers = False  # what workers say is not published yet, because the instance is starting
         self._owes_changes = False  # workers have reported: there may be slots to fill
         self._postponed: list[Step] = []  # their effects are under way; what they change was not published
         self._has_said_all_ready = False
+        self._not_ready = NO_RANK
         self._kept_goal: Goal | None = None  # the version that the supervisor has
 
     # -- current state ------------------------------------------------------------------------
@@ -232,6 +235,8 @@ class Machine:
             return -math.inf
         deadlines = [self._plan_at(), self.balancer.look_at, slow_workers.next_deadline(self._cluster)]
         deadlines.append(self._cluster.next_deadline())
+        if self._gathers:
+            deadlines.append(self._published_at + self._cluster.policy.gather_s)
         times = [*self._cluster.kill_at.values(), *self._cluster.isolate_at.values()]
         return min([at for at in deadlines if at is not None] + times, default=None)
 
@@ -342,8 +347,10 @@ class Machine:
         moving.cover_now(cluster)
         effects = [*step.effects, *health.see_to(cluster), *operations.end_scaling(cluster, now)]
         effects += switching.staff_up(cluster, now)
-        if cluster.has_other_members or publish_anyway:
-            self._owes_routes = False
+        has_changed = cluster.has_other_members or publish_anyway
+        self._gathers = has_changed and not publish_anyway and self._may_gather(effects, now)
+        if has_changed and not self._gathers:
+            self._owes_routes, self._published_at = False, now
             published = cluster.publish()
             effects = [effect for effect in effects if not isinstance(effect, Show)]  # these show more
             effects += published.effects
@@ -353,18 +360,34 @@ class Machine:
             effects.append(KeepGoal(goal=cluster.goal))
         can_wait = all(one.change_soon for one in (*postponed, step))
         self._owes_changes = can_wait and moving.owes_changes(cluster)
-        if not self._owes_changes:
+        if not self._owes_changes and not self._gathers:
             effects += moving.change_slots(cluster)
         effects += operations.dismiss(cluster)
         effects += self._say_all_ready()
         return Decision(_in_order(effects), "; ".join(dict.fromkeys(reasons)))
 
+    def _may_gather(self, effects: Iterable[AnyEffect], now: float) -> bool:
+        """Whether the tables can wait for what more workers will say. Each of hundreds that start says that it exists
+        and that it is ready; tables for each of these would take longer than the start. No stream waits for them."""
+        cluster = self._cluster
+        if cluster.was_all_ready or cluster.ending or len(self._seats) <= cluster.policy.num_at_once:
+            return False
+        if now >= self._published_at + cluster.policy.gather_s or any(isinstance(effect, Lost) for effect in effects):
+            return False
+        return not self._are_all_ready()
+
+    def _are_all_ready(self) -> bool:
+        """The seat that was not ready the last time is asked first: nearly always it still is not."""
+        absent, first = self.goal.absent, self._seats.get(self._not_ready)
+        asked = self._seats.values() if first is None else (first, *self._seats.values())
+        for seat in asked:
+            if not seat.is_ready and seat.goal.wanted is Wanted.STAY and seat.goal.device not in absent:
+                self._not_ready = seat.rank
+                return False
+        return True
+
     def _say_all_ready(self) -> list[AllReady]:
-        if self._has_said_all_ready or self.ending:
-            return []
-        absent = self.goal.absent
-        staying = (s for s in self._seats.values() if s.goal.wanted is Wanted.STAY and s.goal.device not in absent)
-        if not all(seat.is_ready for seat in staying):
+        if self._has_said_all_ready or self.ending or not self._are_all_ready():
             return []
         self._cluster.was_all_ready = self._has_said_all_ready = True
         return [AllReady()]

@@ -152,8 +152,7 @@ def _ready(cluster: ClusterState, seat: Seat, now: float) -> Step:
     seat.speak()
     seat.become_ready(now)
     if Role.ATTENTION not in seat.goal.roles:
-        seat.absence.is_replaced = False
-        moving.replan(cluster)
+        moving.take_back(cluster, seat)
     return Step(f"{who(seat)} is ready", switching.end(cluster, seat, now))
 
 

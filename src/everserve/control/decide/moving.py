@@ -17,7 +17,7 @@ from everserve.control.decide.places import (
 )
 from everserve.control.decide.seats import Seat
 from everserve.plan.mapping import not_needed
-from everserve.plan.moves import IsFree
+from everserve.plan.moves import IsFree, missing
 from everserve.tables.calls import ShardKind
 from everserve.tables.ids import Epoch, Rank, Role
 from everserve.tables.placement import Placement
@@ -83,6 +83,7 @@ def acknowledge(cluster: ClusterState, seat: Seat, epoch: Epoch) -> Step:
     """Update the gateway if this changes which workers are behind the published routes."""
     oldest = cluster.oldest_used()
     seat.process.acknowledged = max(seat.process.acknowledged, epoch)
+    seat.touch()
     if cluster.oldest_used() != oldest:  # slots that only older routes led to are free now
         cluster.is_moving = cluster.routes is not None
     tables, reason = cluster.note_use(seat), f"{who(seat)} uses the routes of epoch {epoch}"
@@ -163,6 +164,17 @@ def replan(cluster: ClusterState) -> None:
     """A new version of the goal, if other places are better for the workers that there are now."""
     cluster.owes_cover = cluster.owes_plan = False
     _plan(cluster, covers_only=False)
+
+
+def take_back(cluster: ClusterState, seat: Seat) -> None:
+    """A worker is ready. If no other was to take over from it and it holds what was planned for it, then the plan is
+    for it, too: nearly all workers of a start, and those that come back soon."""
+    was_replaced, seat.absence.is_replaced = seat.absence.is_replaced, False
+    placement = cluster.goal.placement
+    planned = placement.seat(seat.rank) if placement is not None else None
+    is_as_planned = planned is not None and seat.held is not None and not missing(planned, seat.held)
+    if was_replaced or cluster.owes_plan or not is_as_planned:
+        replan(cluster)
 
 
 def cover(cluster: ClusterState) -> None:

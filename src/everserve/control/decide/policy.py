@@ -25,6 +25,8 @@ class Policy:
     plan_after_s: float = 0.2  # after a loss: places for redundancy and balance are planned; for what has none, at once
     plan_within_s: float = 1.0  # the same, while experts have no place
     fill_again_s: float = 2.0  # after a fill that failed
+    num_at_once: int = 32  # seats: a larger instance that starts gathers what its workers say ...
+    gather_s: float = 0.25  # ... and publishes at most so often, until all are ready
     max_fills: int = 8  # in one message to a worker: routes follow when all of them are done
     blocked_s: float = 60.0  # how long a silent process may wait for a disk (state D), before it is lost
     max_unserved: int = 3  # reports by one peer within unserved_s: a worker with a pulse is lost after so many
