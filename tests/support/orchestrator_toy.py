@@ -15,6 +15,8 @@ from everserve.memory.owned import OwnedMemory, create_memory
 from everserve.model.bundled import DEMO_MODEL
 from everserve.tables.ids import NO_DEVICE, Epoch, Incarnation, Rank, Role, WorkerId
 from everserve.tables.memory import Kind, MemoryName
+from everserve.tables.routes import Routes
+from everserve.tables.routes_delta import KnownRoutes
 from everserve.tables.slots import HeldSlots
 from everserve.wire.channel import Channel, Descriptors
 from everserve.wire.messages import (
@@ -36,6 +38,7 @@ from everserve.wire.messages import (
     Release,
     Report,
     RoutesChanged,
+    RoutesPatched,
     SlotsReported,
     StartOrchestrator,
     StartWorker,
@@ -121,8 +124,19 @@ class ToyWorker:
     @property
     def routed(self) -> set[int]:
         """The ranks that its latest routes lead to."""
-        routes = self.heard(RoutesChanged)
-        return set(routes[-1].routes.array()[..., 0].ravel().tolist()) - {-1} if routes else set()
+        return set(self.routes.array()[..., 0].ravel().tolist()) - {-1} if self.routes is not None else set()
+
+    @property
+    def routes(self) -> Routes | None:
+        """As it knows them: it was told whole ones, and changes of these."""
+        known, latest = KnownRoutes(), None
+        for message in self.got:
+            if isinstance(message, RoutesChanged):
+                latest = known.take(message.routes)
+            elif isinstance(message, RoutesPatched):
+                latest = known.patch(message.delta)
+                assert latest is not None, "it has the routes that the change is about"
+        return latest
 
 
 class ToyOrchestrator:

@@ -15,6 +15,7 @@ from everserve.control.decide import effects
 from everserve.control.decide.effects import AnyEffect, Decision, Publish
 from everserve.control.decide.inputs import Alive, AnyInput, Died, Exited, Said, Started, Tick
 from everserve.control.decide.machine import Machine, Policy
+from everserve.control.hold.worker_ends import change_of
 from everserve.simulate.meter import Meter
 from everserve.simulate.world import Times, Worker, num_missing
 from everserve.tables.goal import Capacity, Goal
@@ -29,7 +30,6 @@ from everserve.wire.messages import (
     Leave,
     Leaving,
     Ready,
-    RoutesChanged,
     RoutesUsed,
     SlotsReported,
     WorkerLost,
@@ -147,9 +147,12 @@ class Instance:
         homes = [worker for worker in homes if not worker.is_dead]
         if routes is None or not homes:
             return
-        self.meter.told(RoutesChanged(routes=routes), len(homes))
+        known = {id(worker.routes): worker.routes for worker in homes}
+        for number, before in known.items():
+            num_homes = sum(id(worker.routes) == number for worker in homes)
+            self.meter.told(change_of(before, routes), num_homes)
         for worker in homes:
-            worker.told_epoch = routes.epoch
+            worker.routes, worker.told_epoch = routes, routes.epoch
             self.after(self._times.step_s, partial(self._use, worker, routes.epoch))
 
     # -- what workers do -------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from everserve.tables.ids import Role, WorkerId
+from everserve.tables.routes import Routes
 from everserve.tables.slots import EMPTY, Fill, HeldSlots
 
 
@@ -35,6 +36,7 @@ class Worker:
     has_said_hello: bool = False
     is_ready: bool = False
     is_dead: bool = False
+    routes: Routes | None = None  # that it was told last
     told_epoch: int = 0  # the latest routes that it was sent
     num_done: int = 0  # slots that it was told to change
 

@@ -17,7 +17,7 @@ both roles has no expert workers: its placement and routes are None.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -50,14 +50,37 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
         return self.peers + self.coverage
 
 
+class Checked(NamedTuple):
+    """What is wrong or degraded in routes: the same for as long as expert workers, what they hold, the placement and
+    the routes are the same."""
+
+    peers: tuple[str, ...] = ()
+    coverage: tuple[str, ...] = ()
+    degraded: tuple[str, ...] = ()
+
+
+def check(members: Members, placement: Placement, have: Have, routes: Routes) -> Checked:
+    """The part of the conditions, and of what is degraded, that takes long where there are hundreds of workers."""
+    wrong_shape = _wrong_shape(placement, routes)
+    if wrong_shape:
+        return Checked(coverage=tuple(wrong_shape))
+    return Checked(
+        peers=tuple(_wrong_peers(members, placement, have, routes)),
+        coverage=tuple(_wrong_places(placement, have, routes)),
+        degraded=tuple(_degraded_places(placement, routes)),
+    )
+
+
 def conditions(
     members: Members,
     placement: Placement | None,
     have: Have,
     routes: Routes | None,
     acknowledged: Mapping[Rank, Epoch],
+    checked: Checked | None = None,
 ) -> Conditions:
-    """All three conditions. `acknowledged`: the epoch of the routes that each attention worker uses, by its report."""
+    """All three conditions. `acknowledged`: the epoch of the routes that each attention worker uses, by its report.
+    `checked`: if it is known."""
     peers: list[str] = []
     coverage: list[str] = []
     if not any(_serves(worker, Role.ATTENTION) for worker in members.workers):
@@ -65,9 +88,9 @@ def conditions(
     if placement is not None and routes is not None:
         if members.epoch != routes.epoch:
             peers.append(f"members are of epoch {members.epoch}, routes of epoch {routes.epoch}")
-        wrong_shape = _wrong_shape(placement, routes)
-        peers += [] if wrong_shape else _wrong_peers(members, placement, have, routes)
-        coverage += wrong_shape or _wrong_places(placement, have, routes)
+        checked = checked or check(members, placement, have, routes)
+        peers += checked.peers
+        coverage += checked.coverage
     elif placement is not None:
         coverage.append("there are expert workers but no routes to them")
     elif routes is not None:
@@ -103,7 +126,9 @@ class Behind:
         return f"rank {rank} uses routes of epoch {epoch}, published is {self._published}"
 
 
-def degraded(members: Members, placement: Placement | None, routes: Routes | None) -> tuple[str, ...]:
+def degraded(
+    members: Members, placement: Placement | None, routes: Routes | None, checked: Checked | None = None
+) -> tuple[str, ...]:
     """What is degraded without breaking the contract: workers that are not ready or slow, masked experts, experts
     with too few places."""
     found = []
@@ -113,15 +138,22 @@ def degraded(members: Members, placement: Placement | None, routes: Routes | Non
             found.append(f"rank {worker.rank} ({'+'.join(worker.roles)}) is {worker.state}{note}")
         elif worker.is_slow:
             found.append(f"rank {worker.rank} ({'+'.join(worker.roles)}) is slow: {worker.note}")
-    if placement is not None and routes is not None and not _wrong_shape(placement, routes):
-        found += _sentences(placement, routes.mask() != 0, "{are} masked: tokens are computed without {them}")
-        planned_LE = _num_planned(placement)
-        have_LE = np.count_nonzero(routes.array()[..., 0] != NO_RANK, axis=2)
-        short_LE = (have_LE > 0) & (have_LE < planned_LE)  # no place at all is a violation
-        for have, planned in np.unique(np.stack([have_LE[short_LE], planned_LE[short_LE]]), axis=1).T.tolist():
-            which_LE = short_LE & (have_LE == have) & (planned_LE == planned)
-            found += _sentences(placement, which_LE, f"{{have}} {have} of {planned} places")
+    if checked is not None:
+        found += checked.degraded
+    elif placement is not None and routes is not None and not _wrong_shape(placement, routes):
+        found += _degraded_places(placement, routes)
     return tuple(found)
+
+
+def _degraded_places(placement: Placement, routes: Routes) -> list[str]:
+    found = _sentences(placement, routes.mask() != 0, "{are} masked: tokens are computed without {them}")
+    planned_LE = _num_planned(placement)
+    have_LE = np.count_nonzero(routes.array()[..., 0] != NO_RANK, axis=2)
+    short_LE = (have_LE > 0) & (have_LE < planned_LE)  # no place at all is a violation
+    for have, planned in np.unique(np.stack([have_LE[short_LE], planned_LE[short_LE]]), axis=1).T.tolist():
+        which_LE = short_LE & (have_LE == have) & (planned_LE == planned)
+        found += _sentences(placement, which_LE, f"{{have}} {have} of {planned} places")
+    return found
 
 
 def _serves(worker: Worker, role: Role) -> bool:

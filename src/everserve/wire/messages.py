@@ -3,12 +3,12 @@
     gateway -> attention worker    Submit, Cancel, PrefillsPending
     attention worker -> gateway    WorkerReady (first), StepOutput, Rejected, GivenBack
 
-    orchestrator -> worker         PeerJoined, PeerLeft, LanesSent, RoutesChanged, Offer, Withdraw, FillSlots,
-                                   ClearSlots, StopChanges, KvGrouped, ComputeRow, Leave, Hang, Flip, Fenced,
-                                   Shutdown
+    orchestrator -> worker         PeerJoined, PeerLeft, LanesSent, RoutesChanged, RoutesPatched, Offer, Withdraw,
+                                   FillSlots, ClearSlots, StopChanges, KvGrouped, ComputeRow, Leave, Hang, Flip,
+                                   Fenced, Shutdown
     worker -> orchestrator         Hello (first), or Report (first, to an orchestrator that is new), Ready, LanesOpen,
                                    Leaving, Failed, Suspected, ExpertReport, LoadReported, PaceReported, RoutesUsed,
-                                   SlotsReported, RowComputed, RowComputedAgain, EventHappened
+                                   RoutesWanted, SlotsReported, RowComputed, RowComputedAgain, EventHappened
 
     orchestrator -> gateway        ClusterChanged, ExpertsChanged, WorkerLost, Answered, EventHappened
     gateway -> orchestrator        GatewayReport (first), Ask, StreamsReported, LogSettled
@@ -63,6 +63,7 @@ from everserve.tables.outputs import AttentionLoad, EngineStats, ExpertStats, Ou
 from everserve.tables.prompts import PendingPrompt
 from everserve.tables.requests import RequestSpec, Tokens, as_tokens
 from everserve.tables.routes import Routes, Symptom
+from everserve.tables.routes_delta import RoutesDelta
 from everserve.tables.slots import FailedFill, Fill, Filled, HeldSlots, Place, SeatSlots
 from everserve.tables.survival import Survival
 from everserve.tables.validity import Conditions
@@ -178,6 +179,13 @@ class RoutesChanged(Message, frozen=True):
     routes: Routes
 
 
+class RoutesPatched(Message, frozen=True):
+    """Orchestrator to attention worker: the same, where it was told the routes of `delta.base` before. If it has
+    others, it asks for whole ones (RoutesWanted)."""
+
+    delta: RoutesDelta
+
+
 class FillSlots(Message, frozen=True):
     """Orchestrator to expert worker: load these experts into these slots, one by one, replacing what the slots hold."""
 
@@ -279,6 +287,13 @@ class Report(Message, frozen=True):
 class RoutesUsed(Message, frozen=True):
     """Attention worker to orchestrator, after a step or while idle: it uses the routes of this epoch, and none of its
     requests in flight follows older routes."""
+
+    epoch: Epoch
+
+
+class RoutesWanted(Message, frozen=True):
+    """Attention worker to orchestrator: send whole routes (RoutesChanged). It has those of this epoch (0: none), and
+    was told of changes of others."""
 
     epoch: Epoch
 

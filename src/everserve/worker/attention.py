@@ -28,6 +28,7 @@ from everserve.seam.trust import Peers
 from everserve.tables.ids import Epoch, Rank
 from everserve.tables.memory import Kind
 from everserve.tables.outputs import EngineStats
+from everserve.tables.routes_delta import KnownRoutes
 from everserve.wire.channel import Channel, ChannelClosed, Descriptors
 from everserve.wire.events import (
     BadBytes,
@@ -53,7 +54,9 @@ from everserve.wire.messages import (
     Rejected,
     Report,
     RoutesChanged,
+    RoutesPatched,
     RoutesUsed,
+    RoutesWanted,
     Shutdown,
     Submit,
     Withdraw,
@@ -115,6 +118,7 @@ class AttentionLoop:
         self._paused_since: float | None = None
         self._was_busy = False
         self._dropped_said = False
+        self._routes = KnownRoutes()
         self._acknowledged = 0  # the latest epoch sent in RoutesUsed
         self._is_behind = False  # newer routes could not be used yet, so no step can be made
         self._selector = selectors.DefaultSelector()
@@ -298,7 +302,7 @@ class AttentionLoop:
             self._stop_at = time.monotonic() + message.grace_s
         elif isinstance(message, Fenced):
             raise _WasFenced(message.reason)
-        elif self._seam is not None and isinstance(message, PeerJoined | PeerLeft | RoutesChanged):
+        elif self._seam is not None and isinstance(message, PeerJoined | PeerLeft | RoutesChanged | RoutesPatched):
             self._change_peers(self._seam.peers, message)
         elif isinstance(message, LanesSent):
             self._control.send(LanesOpen())
@@ -332,13 +336,17 @@ class AttentionLoop:
             self._sources[spec.id] = source[0]
             self._takes_over = True
 
-    def _change_peers(self, peers: Peers, message: PeerJoined | PeerLeft | RoutesChanged) -> None:
+    def _change_peers(self, peers: Peers, message: PeerJoined | PeerLeft | RoutesChanged | RoutesPatched) -> None:
         if isinstance(message, PeerJoined):
             peers.join(message.rank, message.incarnation, *self._offered.of_peer(message))
         elif isinstance(message, PeerLeft):
             peers.leave(message.rank, message.incarnation)
-        else:
-            peers.use(message.routes)
+        elif isinstance(message, RoutesChanged):
+            peers.use(self._routes.take(message.routes))
+        elif (routes := self._routes.patch(message.delta)) is not None:
+            peers.use(routes)
+        elif self._routes.lacks(message.delta):
+            self._control.send(RoutesWanted(epoch=self._routes.epoch))
 
     # -- stepping --------------------------------------------------------------------------------
 

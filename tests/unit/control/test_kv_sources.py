@@ -16,7 +16,6 @@ from everserve.wire.messages import (
     LogSettled,
     Offer,
     Release,
-    RoutesChanged,
     RoutesUsed,
     SlotsReported,
 )
@@ -162,7 +161,7 @@ def fill(worker: ToyWorker) -> None:
 def acknowledge(orchestrator: ToyOrchestrator, *homes: int) -> None:
     for home in homes:
         worker = orchestrator.worker(home)
-        worker.say(RoutesUsed(epoch=worker.heard(RoutesChanged)[-1].routes.epoch))
+        worker.say(RoutesUsed(epoch=worker.routes.epoch))
 
 
 def covered(orchestrator: ToyOrchestrator, ranks) -> list[list[tuple[int, int]]]:

@@ -40,7 +40,9 @@ from everserve.wire.messages import (
     Release,
     Report,
     RoutesChanged,
+    RoutesPatched,
     RoutesUsed,
+    RoutesWanted,
     Shutdown,
     Signalled,
     SignalWorker,
@@ -546,7 +548,18 @@ def test_a_gateway_with_later_tables_is_overtaken():
     after.gateway.send(GatewayReport(epoch=Epoch(20), logs=[], lost=[]))
     after.settle()
     assert latest(after).members.epoch == 21
-    assert after.worker(0).heard(RoutesChanged)[-1].routes.epoch == 21
+    assert after.worker(0).routes.epoch == 21
+
+
+def test_a_worker_that_lacks_routes_is_sent_whole_ones():
+    orchestrator = serving(num_attention=2)
+    home = orchestrator.worker(0)
+    lose(orchestrator, 1)
+    num_whole = len(home.heard(RoutesChanged))
+    assert home.heard(RoutesPatched), "what changes is told as such"
+    home.say(RoutesWanted(epoch=Epoch(0)))
+    assert [told.routes for told in home.heard(RoutesChanged)[num_whole:]] == [home.routes]
+    assert len(orchestrator.worker(2).heard(RoutesChanged)) == 0, "expert workers need none"
 
 
 def test_a_lane_that_only_one_of_the_two_got_is_made_again():

@@ -15,7 +15,6 @@ from everserve.wire.messages import (
     Offer,
     PeerJoined,
     Release,
-    RoutesChanged,
     RoutesUsed,
     SlotsReported,
     Withdraw,
@@ -147,8 +146,8 @@ def fill_all(orchestrator: ToyOrchestrator) -> None:
             worker.num_done += len(message.fills)
             worker.say(SlotsReported(slots=worker.slots, num_done=worker.num_done))
         for worker in orchestrator.workers.values():
-            if Role.ATTENTION in worker.start.roles and worker.heard(RoutesChanged):
-                worker.say(RoutesUsed(epoch=worker.heard(RoutesChanged)[-1].routes.epoch))
+            if Role.ATTENTION in worker.start.roles and worker.routes is not None:
+                worker.say(RoutesUsed(epoch=worker.routes.epoch))
         if not asked:
             return
 

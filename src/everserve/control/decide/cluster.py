@@ -7,12 +7,13 @@ that change it and return a Step.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import msgspec
 
 from everserve.control.decide.balance import Balancer
 from everserve.control.decide.effects import AnyEffect, Provision, Publish
-from everserve.control.decide.places import LastNamed, dealers, mappings, slots_given_up, what_is_held, without
+from everserve.control.decide.places import Have, LastNamed, dealers, mappings, slots_given_up, what_is_held, without
 from everserve.control.decide.policy import Policy
 from everserve.control.decide.row_checks import RowChecks
 from everserve.control.decide.seats import Seat
@@ -29,7 +30,7 @@ from everserve.tables.outputs import AttentionLoad
 from everserve.tables.placement import SeatExperts
 from everserve.tables.remembered import remembered
 from everserve.tables.routes import Routes
-from everserve.tables.validity import Behind, conditions, degraded
+from everserve.tables.validity import Behind, Checked, check, conditions, degraded
 from everserve.wire.events import ExpertsMasked, MaskLifted
 from everserve.wire.operators import View
 
@@ -74,11 +75,14 @@ class ClusterState:
         self.loads: Mapping[Rank, AttentionLoad] = {}  # by the gateway's last report
         self.given_up: GivenUp = {}  # slots that routes do not lead to any more
         self.last_named = LastNamed()
+        self._routed_for: tuple[object, ...] = ()  # what the last routes were made for, and they themselves
+        self._routed_last = _NOTHING_ROUTED
         self.refused: set[tuple[Rank, int, int]] = set()  # what a worker could not map: rank, index of the call, expert
         self.first_epoch = Epoch(0)  # earlier ones were published by another orchestrator
         self.is_moving = True  # there may be slots to fill
         self.owes_cover = False  # there may be experts without a place in the goal
         self.owes_plan = False  # the goal covers what was lost, and may be no more than that
+        self.planned_for: object = None  # for whom the last whole plan was made
         self.num_stale = 0  # messages of lost or unknown incarnations
         self.was_all_ready = False  # at some time since the instance started: it is not given up any more
         self.ending = ""  # non-empty: why no process is started any more
@@ -205,25 +209,44 @@ class ClusterState:
         """What there is to publish now."""
         members, placement = self.members_of(epoch), self.goal.placement
         health = health_of(self.goal, self.capacity)
-        have = what_is_held(self.seats.values())
-        routes = None
-        if placement is not None:
-            self.given_up = slots_given_up(placement, self.seats.values())
-            have = without(have, self.given_up)  # what a slot holds that is about to be filled does not count
-            serving = [seat for seat in self.seats.values() if seat.can_serve]
-            ready = {seat.rank for seat in serving if seat.is_ready}
-            leaving = {seat.rank for seat in serving} - ready
-            demoted = {seat.rank for seat in serving if seat.is_slow}
-            routes = make_routes(epoch, placement, have, ready, leaving, demoted, dealers(self.goal))
-            routes = routes.with_mask(self.goal.mask.experts, self.goal.mask.id)
+        routed = self._routed(epoch, members) if placement is not None else _NOTHING_ROUTED
         return Publish(
             members=members,
-            routes=routes,
-            conditions=conditions(members, placement, have, routes, self.acknowledged()),
-            degraded=(*degraded(members, placement, routes), *degraded_by(self.goal, health)),
+            routes=routed.routes,
+            conditions=conditions(members, placement, routed.have, routed.routes, self.acknowledged(), routed.checked),
+            degraded=(*degraded(members, placement, routed.routes, routed.checked), *degraded_by(self.goal, health)),
             gone=self.goal.gone,
             health=health,
         )
+
+    def _routed(self, epoch: Epoch, members: Members) -> "_Routed":
+        """Routes, and what is to be said about them. Most tables are published because of something that routes do not
+        depend on: a process exists, an attention worker is ready."""
+        placement, goal, facts = self.goal.placement, self.goal, self._facts()
+        assert placement is not None
+        if facts == self._routed_for and self._routed_last.routes is not None:
+            routes = msgspec.structs.replace(self._routed_last.routes, epoch=epoch)
+            self._routed_last = self._routed_last._replace(routes=routes)
+            return self._routed_last
+        self.given_up = slots_given_up(placement, self.seats.values())
+        # What a slot holds that is about to be filled does not count.
+        have = without(what_is_held(self.seats.values()), self.given_up)
+        serving = [seat for seat in self.seats.values() if seat.can_serve]
+        ready = {seat.rank for seat in serving if seat.is_ready}
+        leaving = {seat.rank for seat in serving} - ready
+        demoted = {seat.rank for seat in serving if seat.is_slow}
+        routes = make_routes(epoch, placement, have, ready, leaving, demoted, dealers(goal))
+        routes = routes.with_mask(goal.mask.experts, goal.mask.id)
+        self._routed_for = facts
+        self._routed_last = _Routed(have, routes, check(members, placement, have, routes))
+        return self._routed_last
+
+    def _facts(self) -> tuple[object, ...]:
+        """All that routes depend on."""
+        goal = self.goal
+        experts = (seat for seat in self.seats.values() if Role.EXPERT in seat.goal.roles)
+        parts = [seat.serving_facts for seat in experts if Role.ATTENTION not in seat.goal.roles]
+        return goal.placement, goal.mask, goal.seats, goal.absent, parts
 
     def publish(self) -> Step:
         """Tables of the next epoch, and the mask for them."""
@@ -296,6 +319,17 @@ class ClusterState:
         for seat in self.seats.values():
             if seat.state is WorkerState.GONE:
                 seat.leave_empty(self.ending)
+
+
+class _Routed(NamedTuple):
+    """Routes with what they were made of, and what is wrong with them."""
+
+    have: Have
+    routes: Routes | None
+    checked: Checked | None
+
+
+_NOTHING_ROUTED = _Routed({}, None, None)
 
 
 @remembered

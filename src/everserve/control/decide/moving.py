@@ -3,6 +3,9 @@
 import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from everserve.control.decide.cluster import ClusterState, Step, who
 from everserve.control.decide.effects import Show, Tell
 from everserve.control.decide.places import (
@@ -21,6 +24,7 @@ from everserve.plan.moves import IsFree, missing
 from everserve.tables.calls import ShardKind
 from everserve.tables.ids import Epoch, Rank, Role
 from everserve.tables.placement import Placement
+from everserve.tables.remembered import remembered
 from everserve.tables.slots import EMPTY, FailedFill, Fill, HeldSlots, Place
 from everserve.words import count
 
@@ -164,17 +168,26 @@ def replan(cluster: ClusterState) -> None:
     """A new version of the goal, if other places are better for the workers that there are now."""
     cluster.owes_cover = cluster.owes_plan = False
     _plan(cluster, covers_only=False)
+    cluster.planned_for = _planned_for(cluster)
 
 
 def take_back(cluster: ClusterState, seat: Seat) -> None:
-    """A worker is ready. If no other was to take over from it and it holds what was planned for it, then the plan is
-    for it, too: nearly all workers of a start, and those that come back soon."""
-    was_replaced, seat.absence.is_replaced = seat.absence.is_replaced, False
+    """A worker is ready. If it holds what was planned for it, in a plan for the workers that there should be now, that
+    plan stays: so it is with nearly all workers of a start, and with those that come back soon."""
+    seat.absence.is_replaced = False
     placement = cluster.goal.placement
     planned = placement.seat(seat.rank) if placement is not None else None
     is_as_planned = planned is not None and seat.held is not None and not missing(planned, seat.held)
-    if was_replaced or cluster.owes_plan or not is_as_planned:
+    if cluster.owes_plan or not is_as_planned or cluster.planned_for != _planned_for(cluster):
         replan(cluster)
+
+
+def _planned_for(cluster: ClusterState) -> tuple[object, ...]:
+    """For whom the whole plan is, and which it is."""
+    there = (seat for seat in cluster.seats.values() if Role.ATTENTION not in seat.goal.roles)
+    wanted = ((s.rank, s.goal.device, s.goal.wanted, s.absence.is_replaced, s.absence.is_overdue) for s in there)
+    absent = cluster.goal.absent
+    return cluster.goal.placement, [(*one, one[1] in absent) for one in wanted]
 
 
 def cover(cluster: ClusterState) -> None:
@@ -229,19 +242,29 @@ def replace_missed(cluster: ClusterState) -> None:
     placement = cluster.goal.placement
     if placement is None or not cluster.was_all_ready:
         return
-    held = what_is_held(seat for seat in cluster.seats.values() if seat.can_serve or seat.serves_soon).values()
-    calls = [i for i, call in enumerate(placement.calls) if call.kind is not ShardKind.HEAD]
-    served = {i: set[int]().union(*(one.experts[i] for one in held)) for i in calls}
+    away = [seat for planned in placement.seats if (seat := cluster.seats[planned.rank]).is_missed]
+    if not away:
+        return
+    is_served_LE = np.zeros((len(placement.calls), placement.num_experts), bool)
+    for index, call in enumerate(placement.calls):
+        is_served_LE[index] = call.kind is ShardKind.HEAD
+    for held in what_is_held(seat for seat in cluster.seats.values() if seat.serves_soon or seat.can_serve).values():
+        layer_F, _, expert_F = held.filled
+        is_served_LE[layer_F, expert_F] = True
     for one in _soon_mapped(cluster):
-        served[one.call_index].add(one.expert)
-    missed = []
-    for planned in placement.seats:
-        seat = cluster.seats[planned.rank]
-        has_places = all(found.issuperset(planned.experts(call)) for call, found in served.items())
-        if not seat.can_serve and not seat.serves_soon and not seat.absence.is_replaced and not has_places:
-            missed.append(seat)
+        is_served_LE[one.call_index, one.expert] = True
+    missed = [seat for seat in away if not is_served_LE[*_all_planned(placement, seat.rank)].all()]
     if missed:
         replace_away(cluster, *missed)
+
+
+@remembered
+def _all_planned(placement: Placement, rank: Rank) -> "NDArray[np.int64]":
+    """[call, expert][place] of a seat."""
+    planned = placement.seat(rank)
+    assert planned is not None, "the seat has a part of the placement"
+    experts = [(index, expert) for index in range(len(placement.calls)) for expert in planned.experts(index)]
+    return np.array(experts, np.int64).reshape(len(experts), 2).T
 
 
 def _soon_mapped(cluster: ClusterState) -> list[Fill]:

@@ -175,9 +175,23 @@ class Seat:
         return self.is_ready or (isinstance(self.now, Leaving) and self.now.ready_at is not None)
 
     @property
+    def serving_facts(self) -> tuple[object, ...]:
+        """All that routes to an expert worker depend on."""
+        if isinstance(self.now, Empty):
+            return (self.goal.rank,)
+        process = self.now.process
+        told = process.changes.filling, process.changes.clearing
+        return self.goal.rank, type(self.now), self.can_serve, process.is_slow, process.held, told
+
+    @property
     def serves_soon(self) -> bool:
         """It is ready, or has its weights and is about to say so."""
         return self.is_ready or (isinstance(self.now, Starting) and self.held is not None)
+
+    @property
+    def is_missed(self) -> bool:
+        """It does not serve, and others were not told to take over from it."""
+        return not self.can_serve and not self.serves_soon and not self.absence.is_replaced
 
     @property
     def is_slow(self) -> bool:

@@ -25,6 +25,8 @@ from everserve.memory.names import lack
 from everserve.tables.goal import Goal
 from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
 from everserve.tables.memory import Kind, MemoryName
+from everserve.tables.routes import Routes
+from everserve.tables.routes_delta import delta_of
 from everserve.wire.channel import Channel
 from everserve.wire.messages import (
     AnyMessage,
@@ -36,6 +38,7 @@ from everserve.wire.messages import (
     Ready,
     Report,
     RoutesChanged,
+    RoutesPatched,
 )
 
 
@@ -59,6 +62,7 @@ class WorkerEnd:
     is_ready: bool = False
     offered: set[MemoryName] = field(default_factory=set)  # memory of others that it can open
     is_lost: bool = False
+    routes: Routes | None = None  # that it was told last
 
     @property
     def id(self) -> WorkerId:
@@ -197,11 +201,24 @@ class WorkerEnds:
                 end.send(LanesSent())
 
 
-def send_routes(ends: Iterable[WorkerEnd], tables: Publish) -> None:
-    """Sends routes to attention workers; the others need none."""
-    for end in ends if tables.routes is not None else ():
-        if tables.routes is not None and Role.ATTENTION in end.roles and end.is_connected:
-            end.send(RoutesChanged(routes=tables.routes))
+def send_routes(ends: Iterable[WorkerEnd], tables: Publish, *, whole: bool = False) -> None:
+    """Sends routes to attention workers; the others need none. Nearly all have the same routes, and get the same
+    changes of these; `whole`: all of them, whatever the workers have."""
+    routes = tables.routes
+    changes: dict[int, RoutesChanged | RoutesPatched] = {}
+    for end in ends if routes is not None else ():
+        if routes is not None and Role.ATTENTION in end.roles and end.is_connected:
+            before = None if whole else end.routes
+            if id(before) not in changes:
+                changes[id(before)] = change_of(before, routes)
+            end.send(changes[id(before)])
+            end.routes = routes
+
+
+def change_of(before: Routes | None, routes: Routes) -> RoutesChanged | RoutesPatched:
+    """What to tell a worker that was told the routes `before`."""
+    delta = delta_of(before, routes) if before is not None else None
+    return RoutesChanged(routes=routes) if delta is None else RoutesPatched(delta=delta)
 
 
 def _have_a_lane(one: WorkerEnd, other: WorkerEnd) -> bool:

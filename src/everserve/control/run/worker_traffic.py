@@ -29,6 +29,7 @@ from everserve.wire.messages import (
     Ready,
     Report,
     RoutesUsed,
+    RoutesWanted,
     RowComputed,
     RowComputedAgain,
     SlotsReported,
@@ -148,6 +149,8 @@ class WorkerTraffic:
                 self.ends.give_lanes(end)
             case LanesOpen():
                 self.ends.say_ready(end)
+            case RoutesWanted():
+                send_routes([end], self.machine.tables(), whole=True)
             case ExpertReport():
                 self.gateway.count_expert(end.rank, message.stats)
             case EventHappened():
