@@ -24,8 +24,9 @@ Where the loads of experts were measured these count, else each shard counts as 
 for the last tenth of it no weights move.
 """
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -117,6 +118,8 @@ class _Plan:
             rank: sum(len(self._active[i].get(rank, ())) + len(self._idle[i].get(rank, ())) for i in self._heads)
             for rank in self._rooms
         }
+        self._free: list[dict[Rank, Sequence[tuple[int, Rank, float]]]] = [{} for _ in before.calls]
+        self._limits: list[tuple[float, frozenset[float]] | None] = [None] * len(before.calls)
         self._total = {kind: dict.fromkeys(self._rooms, 0.0) for kind in ShardKind}
         self._work: list[dict[Rank, float]] = [{} for _ in before.calls]
         for index in range(len(before.calls)):
@@ -172,11 +175,12 @@ class _Plan:
         if work[busiest] <= (1 + tolerance) * mean:
             return False
         may_fill = calls[0] not in self._loads or work[busiest] > (1 + _NOT_WORTH_A_FILL) * mean
+        free_ways = _FreeWays(self, calls, busiest)
         for receiver in order[:-1]:
             gap = work[busiest] - work[receiver] - tolerance / 2 * mean
             if gap <= 0:
                 return False
-            way = self._way(calls, busiest, receiver, gap, may_fill=may_fill)
+            way = self._way(calls, free_ways, receiver, gap, may_fill=may_fill)
             for handover in way:
                 self._carry_out(handover)
             if way:
@@ -203,6 +207,7 @@ class _Plan:
                 active[rank].remove(shard)
                 self._idle[call][rank].add(shard)
             self._num_active[call][shard] = 1
+            self._forget(call)
             self._count(call)
             num_changed += 1
         return num_changed
@@ -218,6 +223,7 @@ class _Plan:
 
     def _serve_also(self, call: int, shard: int, rank: Rank) -> bool:
         idle, places = self._idle[call][rank], self._places[call]
+        self._forget(call)
         if shard not in idle:
             if not self._has_room(call, rank):
                 if not idle:
@@ -232,11 +238,11 @@ class _Plan:
     # -- one way from a worker to another ---------------------------------------------------------
 
     def _way(
-        self, calls: Sequence[int], busiest: Rank, receiver: Rank, gap: float, *, may_fill: bool
+        self, calls: Sequence[int], free_ways: "_FreeWays", receiver: Rank, gap: float, *, may_fill: bool
     ) -> list[_Handover]:
         """Hand-overs without a fill, the fewest; else one with as few fills as there can be."""
-        is_counted = calls[0] not in self._loads
-        way = self._free_way(calls, busiest, receiver, gap) if is_counted else []
+        is_counted, busiest = calls[0] not in self._loads, free_ways.busiest
+        way = free_ways.to(receiver, gap) if is_counted else []
         if way and self._leaves_calls_even(way):
             return way
         one = self._at_once(calls, busiest, receiver, gap, fewest=int(is_counted and not way))
@@ -244,34 +250,36 @@ class _Plan:
             return [one]
         return self._exchange(calls, busiest, receiver, gap) if may_fill else []
 
-    def _free_way(self, calls: Sequence[int], busiest: Rank, receiver: Rank, gap: float) -> list[_Handover]:
-        last: dict[Rank, _Handover] = {}
-        queue: deque[Rank] = deque([busiest])
-        while queue and receiver not in last:
-            giver = queue.popleft()
-            for handover in self._free(calls, giver, gap):
-                if handover.receiver not in last and handover.receiver != busiest:
-                    last[handover.receiver] = handover
-                    queue.append(handover.receiver)
-        way: list[_Handover] = []
-        at = receiver
-        while at in last and at != busiest:
-            way.append(last[at])
-            at = last[at].giver
-        return way  # from its end on: each worker has room when it receives
+    def free(self, call: int, giver: Rank) -> Sequence[tuple[int, Rank, float]]:
+        """What this worker can hand over without a fill in this call: shard, receiver, and the share of the work."""
+        known = self._free[call].get(giver)
+        if known is None:
+            idle, places = self._idle[call], self._places[call]
+            known = self._free[call][giver] = [
+                (shard, target, self._share(call, shard))
+                for shard in sorted(self._active[call].get(giver, ()))
+                if len(places[shard]) > 1 and not self._is_dealt(call, shard)
+                for target in sorted(places[shard])
+                if shard in idle[target]
+            ]
+        return known
 
-    def _free(self, calls: Sequence[int], giver: Rank, gap: float) -> Iterator[_Handover]:
-        """What this worker can hand over without a fill, so that no call's busiest worker gets busier."""
-        for call in calls:
-            work, idle, places = self._work[call], self._idle[call], self._places[call]
-            most = max(work.values(), default=0.0) + _ROUNDING
-            for shard in sorted(self._active[call].get(giver, ())):
-                if len(places[shard]) < 2 or self._is_dealt(call, shard):
-                    continue
-                share = self._share(call, shard)
-                for target in sorted(places[shard]):
-                    if shard in idle[target] and share < gap and work[target] + share <= most:
-                        yield _Handover(0, call, shard, giver, target)
+    def work(self, call: int) -> Mapping[Rank, float]:
+        return self._work[call]
+
+    def limits(self, call: int) -> tuple[float, frozenset[float]]:
+        """What the call's busiest worker has to do, but for rounding; and all shares of work that there are, where each
+        shard counts as one."""
+        known = self._limits[call]
+        if known is None:
+            shares = frozenset(1.0 / max(number, 1) for number in set(self._num_active[call]))
+            known = self._limits[call] = max(self._work[call].values(), default=0.0) + _ROUNDING, shares
+        return known
+
+    def _forget(self, call: int) -> None:
+        """What was derived from who serves what there."""
+        self._free[call].clear()
+        self._limits[call] = None
 
     def _leaves_calls_even(self, way: Sequence[_Handover]) -> bool:
         """Whether no call becomes less even, as squares of work tell, and no worker on the way gets more to do."""
@@ -367,6 +375,7 @@ class _Plan:
     def _carry_out(self, handover: _Handover) -> None:
         num_fills, call, shard, giver, receiver, dropped, swapped, exchanged = handover
         active, idle, work = self._active[call], self._idle[call], self._share(call, shard)
+        self._forget(call)
         active[giver].remove(shard)
         active[receiver].add(shard)
         total = self._total[self.before.calls[call].kind]
@@ -391,3 +400,48 @@ class _Plan:
             idle[giver].add(swapped)
         if exchanged is not None:
             self._carry_out(_Handover(1, call, exchanged, receiver, giver))
+
+
+class _FreeWays:
+    """The ways without a fill from the busiest worker to others. They are looked for once for all receivers, as far as
+    it takes to find the next one: which ways there are depends on a receiver only in which shares are not too large for
+    it."""
+
+    def __init__(self, plan: _Plan, calls: Sequence[int], busiest: Rank) -> None:
+        self.busiest = busiest
+        self._plan = plan
+        self._calls = calls
+        self._most: dict[int, float] = {}
+        self._shares: list[float] = []
+        self._searches: dict[int, tuple[dict[Rank, _Handover], deque[Rank]]] = {}
+
+    def to(self, receiver: Rank, gap: float) -> list[_Handover]:
+        """The shortest one. From its end on: each worker has room when it receives."""
+        last = self._look_for(receiver, gap)
+        way: list[_Handover] = []
+        at = receiver
+        while at in last and at != self.busiest:
+            way.append(last[at])
+            at = last[at].giver
+        return way
+
+    def _look_for(self, receiver: Rank, gap: float) -> dict[Rank, _Handover]:
+        """The last hand-over on the way to each worker that was found so far."""
+        if not self._most:
+            limits = [self._plan.limits(call) for call in self._calls]
+            self._most = {call: most for call, (most, _) in zip(self._calls, limits, strict=True)}
+            self._shares = sorted(frozenset[float]().union(*(shares for _, shares in limits)))
+        last, queue = self._searches.setdefault(bisect_left(self._shares, gap), ({}, deque([self.busiest])))
+        while queue and receiver not in last:
+            giver = queue.popleft()
+            for call in self._calls:
+                self._look_in(call, giver, gap, last, queue)
+        return last
+
+    def _look_in(self, call: int, giver: Rank, gap: float, last: dict[Rank, _Handover], queue: deque[Rank]) -> None:
+        """What one worker can hand over in one call, so that its busiest worker does not get busier."""
+        work, most = self._plan.work(call), self._most[call]
+        for shard, target, share in self._plan.free(call, giver):
+            if target not in last and target != self.busiest and share < gap and work[target] + share <= most:
+                last[target] = _Handover(0, call, shard, giver, target)
+                queue.append(target)

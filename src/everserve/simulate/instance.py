@@ -22,6 +22,8 @@ from everserve.tables.goal import Capacity, Goal
 from everserve.tables.ids import Epoch, Rank, WorkerId
 from everserve.tables.slots import EMPTY, Fill, HeldSlots
 from everserve.wire.messages import (
+    AnyMessage,
+    Ask,
     ClearSlots,
     ClusterChanged,
     FillSlots,
@@ -34,26 +36,38 @@ from everserve.wire.messages import (
     SlotsReported,
     WorkerLost,
 )
+from everserve.wire.operators import FaultRequest, ReturnRequest
 
 Happening = Callable[[], None]
 
 
 class Instance:
-    """The machine of one instance and its workers. Time passes in `run_until` only."""
+    """The machine of one instance and its workers. Time passes in `run_until` only.
+
+    Without a meter nothing is measured, and what homes say of the same routes at the same time is decided together: the
+    result is the same. `watch` sees all tables that are published."""
 
     def __init__(
-        self, goal: Goal, capacity: Capacity, policy: Policy, times: Times | None = None, meter: Meter | None = None
+        self,
+        goal: Goal,
+        capacity: Capacity,
+        policy: Policy,
+        times: Times | None = None,
+        meter: Meter | None = None,
+        watch: Callable[[Publish], None] | None = None,
     ) -> None:
         self.machine = Machine(goal, policy, capacity)
         self.now = 0.0
         self.workers: dict[Rank, Worker] = {}  # the latest of each rank
         self._capacity = capacity
         self._times = times or Times()
-        self.meter = meter or Meter()
+        self.meter = meter
+        self._watch = watch
         self._agenda: list[tuple[float, int, Happening]] = []
         self._number = itertools.count()
         self._memory: dict[Rank, HeldSlots] = {}  # of expert seats: it outlives their workers
-        self.num_loaded = 0  # experts that ready workers were told to load
+        self.num_loaded = 0  # experts that workers have loaded, when they started or were told to
+        self.num_decisions = 0
 
     # -- time ------------------------------------------------------------------------------------
 
@@ -89,6 +103,21 @@ class Instance:
             worker.is_dead = True
         self.after(self._times.notice_s, lambda: self._tell_all([Died(*worker.id) for worker in alive]))
 
+    def lose_device(self, device: int) -> None:
+        """It is gone, with its workers and all that is in its memory; the machine is told after `device_notice_s`."""
+        for worker in self._on(device):
+            worker.is_dead = True
+        request = FaultRequest(device=device, gone=True)
+        self.after(self._times.device_notice_s, lambda: self.tell(Ask(id=0, request=request)))
+
+    def return_device(self, device: int) -> None:
+        """It is there again, with empty memory."""
+        self.tell(Ask(id=0, request=ReturnRequest(device=device)))
+
+    def _on(self, device: int) -> list[Worker]:
+        ranks = [seat.rank for seat in self.machine.goal.seats if seat.device == device]
+        return [self.workers[rank] for rank in ranks if rank in self.workers]
+
     def _tell_all(self, inputs: list[AnyInput]) -> None:
         for given in inputs:
             self.tell(given, is_last=given is inputs[-1])
@@ -99,9 +128,13 @@ class Instance:
         self._decide(what, lambda: self.machine.handle(given, self.now, is_last))
 
     def _decide(self, what: str, decide: Callable[[], Decision]) -> None:
-        with self.meter.decision(what):
+        self.num_decisions += 1
+        if self.meter is None:
             decision = decide()
-            self.machine.next_deadline()  # the loop asks twice in each turn
+        else:
+            with self.meter.decision(what):
+                decision = decide()
+                self.machine.next_deadline()  # the loop asks twice in each turn
         for effect in decision.effects:
             self._do(effect)
 
@@ -114,10 +147,10 @@ class Instance:
             case effects.Publish():
                 self._publish(effect)
             case effects.Tell(message=FillSlots(fills=fills)):
-                self.meter.told(effect.message)
+                self._note_told(effect.message)
                 self._fill(self.workers[effect.rank], fills)
             case effects.Tell(message=ClearSlots(places=places)):
-                self.meter.told(effect.message)
+                self._note_told(effect.message)
                 self._change_now(self.workers[effect.rank], [Fill(*place, EMPTY) for place in places])
             case effects.Tell(message=Leave()):
                 self._leave(self.workers[effect.rank])
@@ -131,18 +164,24 @@ class Instance:
                 lost = WorkerLost(
                     rank=effect.rank, incarnation=effect.incarnation, roles=effect.roles, cause=effect.cause
                 )
-                self.meter.told(lost)
+                self._note_told(lost)
             case KeepGoal():
-                self.meter.told(effect)
+                self._note_told(effect)
+
+    def _note_told(self, message: AnyMessage, num_receivers: int = 1) -> None:
+        if self.meter is not None:
+            self.meter.told(message, num_receivers)
 
     def _publish(self, tables: Publish) -> None:
         """Homes are told the routes, and say when they use them; the gateway is told the members."""
         routes = tables.routes
+        if self._watch is not None:
+            self._watch(tables)
         told = ClusterChanged(
             members=tables.members, conditions=tables.conditions, degraded=tables.degraded, gone=tables.gone,
             num_experts_without_place=0, expert_stats={}, num_stale=0, health=tables.health,
         )  # fmt: skip
-        self.meter.told(told)
+        self._note_told(told)
         homes = [worker for worker in self.workers.values() if worker.is_home and worker.has_said_hello]
         homes = [worker for worker in homes if not worker.is_dead]
         if routes is None or not homes:
@@ -150,10 +189,14 @@ class Instance:
         known = {id(worker.routes): worker.routes for worker in homes}
         for number, before in known.items():
             num_homes = sum(id(worker.routes) == number for worker in homes)
-            self.meter.told(change_of(before, routes), num_homes)
+            if self.meter is not None:
+                self.meter.told(change_of(before, routes), num_homes)
         for worker in homes:
             worker.routes, worker.told_epoch = routes, routes.epoch
-            self.after(self._times.step_s, partial(self._use, worker, routes.epoch))
+            if self.meter is not None:
+                self.after(self._times.step_s, partial(self._use, [worker], routes.epoch))
+        if self.meter is None:
+            self.after(self._times.step_s, partial(self._use, homes, routes.epoch))
 
     # -- what workers do -------------------------------------------------------------------------
 
@@ -174,7 +217,9 @@ class Instance:
         delay_s = 0.0
         if not worker.is_home and not worker.is_dead:
             worker.held = self._planned(worker.id.rank)
-            delay_s = self._times.load_s * num_missing(worker.held, self._memory.get(worker.id.rank))
+            num_loaded = num_missing(worker.held, self._memory.get(worker.id.rank))
+            self.num_loaded += num_loaded
+            delay_s = self._times.load_s * num_loaded
         self.after(delay_s, lambda: self._be_ready(worker))
 
     def _planned(self, rank: Rank) -> HeldSlots:
@@ -194,10 +239,10 @@ class Instance:
         worker.is_ready = True
         self._say(worker, Said(*worker.id, Ready()))
 
-    def _use(self, worker: Worker, epoch: Epoch) -> None:
+    def _use(self, homes: Sequence[Worker], epoch: Epoch) -> None:
         """Routes of an earlier epoch than the latest are not worth a word."""
-        if epoch == worker.told_epoch:
-            self._say(worker, Said(*worker.id, RoutesUsed(epoch=epoch)))
+        use = [worker for worker in homes if worker.told_epoch == epoch and not worker.is_dead]
+        self._tell_all([Said(*worker.id, RoutesUsed(epoch=epoch)) for worker in use])
 
     def _fill(self, worker: Worker, fills: Sequence[Fill]) -> None:
         self.num_loaded += len(fills)

@@ -23,6 +23,7 @@ class Times:
     load_s: float = 0.05  # one shard, from a file or a peer
     step_s: float = 0.02  # an attention worker uses new routes after its step
     notice_s: float = 0.002  # a death, until the machine hears of it
+    device_notice_s: float = 0.05  # the same of a device, with all on it
     leave_s: float = 0.2  # a worker that is asked to leave
 
 
