@@ -132,7 +132,7 @@ def test_whatever_is_said_everything_heals(schedule, shape):
     world.settle()
     world.all_healthy()
     world.settle()
-    assert world.machine.degraded == () and world.machine.goal.scaling_since_s is None
+    assert world.machine.degraded == () and world.machine.goal.scaling_s is None
     assert {process.id.rank for process in world.processes.values()} == {s.rank for s in staying(world.machine.goal)}
     num_expert = sum(Role.ATTENTION not in seat.roles for seat in staying(world.machine.goal))
     assert world.machine.violations == () or num_expert * world.num_slots < NUM_EXPERTS

@@ -118,7 +118,7 @@ def test_every_expert_is_served_or_masked_and_roles_are_what_they_should_be(sche
     assert machine.violations == machine.degraded == ()
     assert machine.routes.mask_id == 0 and goal.mask.experts == ()
     for seat in goal.seats:
-        assert seat.wanted is Wanted.STAY and not seat.stands_in and seat.switch_since_s is None
+        assert seat.wanted is Wanted.STAY and not seat.stands_in and seat.switch_s is None
         if seat.rank not in world.by_hand:
             was = Role.ATTENTION if seat.rank < world.num_devices else Role.EXPERT
             assert seat.roles == (was,), "it has not gone back"

@@ -145,9 +145,9 @@ def check_scaled(world: ScalingWorld) -> None:
     there = {process.id.rank for process in world.processes.values()}
     wanted = {seat.rank for seat in staying(goal)}
     if goal.gone and there > wanted:  # workers that should retire go on until those that should stay have come back
-        assert goal.scaling_since_s is not None
+        assert goal.scaling_s is not None
         return
-    assert there == wanted and goal.scaling_since_s is None
+    assert there == wanted and goal.scaling_s is None
     away = {seat.rank for seat in goal.seats if seat.wanted is Wanted.STAY and seat.device in goal.gone}
     assert {worker.rank for worker in machine.members.workers} == wanted | away, "a retired worker is no member"
     assert all(worker.state is WorkerState.READY for worker in machine.members.workers if worker.rank in wanted)

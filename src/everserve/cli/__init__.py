@@ -19,6 +19,7 @@ health.py   how healthy devices are
 switch.py   give a worker another role
 upgrade.py  go on with another installed version (compatibility.py what both must have in common)
 chaos.py    the stream checker (the checker itself is in everserve.chaos)
+simulate.py a fleet in virtual time (the simulation itself is in everserve.simulate)
 bench.py    benchmarks by name, if they are installed (everserve_bench)
 version.py  print the version (`everserve version`, `everserve --version`)
 """
@@ -46,6 +47,7 @@ _COMMANDS = (
     "kill",
     "scale",
     "serve",
+    "simulate",
     "status",
     "switch",
     "upgrade",

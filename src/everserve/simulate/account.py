@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Account:
-    """Of one instance, or of several. `pauses`: how many streams waited for so long, at one time."""
+    """What one instance has given, or several. `pauses`: how many streams waited for so long, at one time."""
 
     seconds: float = 0.0
     capacity_s: float = 0.0  # 1 where all workers serve
@@ -61,7 +61,7 @@ _QUANTILES = (("p50", 0.5), ("p99", 0.99), ("max", 1.0))
 
 
 def total(accounts: Iterable[Account]) -> Account:
-    """Of all of them together."""
+    """Returns the sum of all of them."""
     found = Account()
     for one in accounts:
         found.seconds += one.seconds

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from everserve.simulate.settings import Settings
 
 _DAY_S, _HOUR_S, _YEAR_S = 86_400.0, 3600.0, 365 * 86_400.0
+_SHORTEST_S = 60.0  # of an outage: some of the trace end at the time when they begin
 _NUM_NODES = 400  # of the trace; most of them without a fault
 
 
@@ -63,14 +64,12 @@ def faults_of(settings: Settings) -> list[list[Fault]]:
 
 def _of_host(host: int, outages: Sequence[Outage], settings: Settings) -> Iterator[Fault]:
     """A host may be away for several reasons at once."""
-    end_s = 0.0
     merged: list[Outage] = []
-    for outage in sorted(outages):
-        if merged and outage.begin_s <= end_s:
-            merged[-1] = Outage(merged[-1].begin_s, max(end_s, outage.end_s))
+    for outage in sorted(Outage(begin_s, max(end_s, begin_s + _SHORTEST_S)) for begin_s, end_s in outages):
+        if merged and outage.begin_s <= merged[-1].end_s:
+            merged[-1] = Outage(merged[-1].begin_s, max(merged[-1].end_s, outage.end_s))
         else:
             merged.append(outage)
-        end_s = merged[-1].end_s
     for outage in merged:
         if outage.begin_s < settings.days * _DAY_S:
             yield Fault(outage.begin_s, What.LOST, host)
@@ -115,7 +114,7 @@ def _from_trace(settings: Settings, num_hosts: int, rng: random.Random) -> list[
 
 
 def _from_there(outages: Sequence[Outage], from_s: float, length_s: float, until_s: float) -> Iterator[Outage]:
-    """As seen by one who comes at that time; again and again, for as long as it takes."""
+    """Yields what one sees who comes at that time; again and again, for as long as it takes."""
     for turn in range(int(until_s // length_s) + 2):
         for outage in outages:
             begin_s = outage.begin_s + turn * length_s - from_s

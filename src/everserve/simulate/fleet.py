@@ -34,7 +34,7 @@ _STALLED_S = 900.0  # longer without a place for some expert, though there is ro
 
 @dataclass
 class Result:
-    """Of a fleet, by policy: "everserve", and what it is compared with."""
+    """What a fleet has given, by policy: "everserve", and what it is compared with."""
 
     settings: Settings
     accounts: dict[str, Account]
@@ -75,7 +75,7 @@ def simulate(settings: Settings, progress: Callable[[int], None] = lambda _: Non
 
 
 def first_goal(settings: Settings) -> tuple[Goal, Capacity]:
-    """Of a start (control/hold/design.py): a second place for every expert, on another host."""
+    """Returns the goal of a start (control/hold/design.py): a second place for every expert, on another host."""
     homes = [_seat(settings, number, Role.ATTENTION, 0) for number in range(settings.num_pairs)]
     experts = [_seat(settings, number, Role.EXPERT, settings.num_pairs) for number in range(settings.num_pairs)]
     placement = place_experts(settings.experts, range(settings.layers), [seat.rank for seat in experts], None)
@@ -206,7 +206,7 @@ class _Simulated:
 
 
 def _imbalance(owner_LE: "np.ndarray[Any, np.dtype[np.int16]]") -> float:
-    """Of every layer the most loaded worker's experts over the mean of those that have any."""
+    """Returns, for all layers together, the most loaded worker's experts over the mean of those that have any."""
     num_ranks = int(owner_LE.max()) + 1
     if num_ranks < 1:
         return 1.0

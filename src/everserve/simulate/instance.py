@@ -108,11 +108,11 @@ class Instance:
         for worker in self._on(device):
             worker.is_dead = True
         request = FaultRequest(device=device, gone=True)
-        self.after(self._times.device_notice_s, lambda: self.tell(Ask(id=0, request=request)))
+        self.after(self._times.device_notice_s, lambda: self.tell(Ask(id="", request=request)))
 
     def return_device(self, device: int) -> None:
         """It is there again, with empty memory."""
-        self.tell(Ask(id=0, request=ReturnRequest(device=device)))
+        self.tell(Ask(id="", request=ReturnRequest(device=device)))
 
     def _on(self, device: int) -> list[Worker]:
         ranks = [seat.rank for seat in self.machine.goal.seats if seat.device == device]

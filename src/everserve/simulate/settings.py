@@ -74,12 +74,12 @@ class Settings(Config, frozen=True, kw_only=True):
 
     @property
     def num_hosts(self) -> int:
-        """Of an instance."""
+        """How many an instance has."""
         return self.num_pairs // self.gpus_per_host
 
     @property
     def num_streams(self) -> int:
-        """Of an instance."""
+        """How many an instance has."""
         return self.num_pairs * self.streams
 
     @property

@@ -37,7 +37,7 @@ class SeatGoal(msgspec.Struct, frozen=True, kw_only=True):
     stands_in: bool = (
         False  # for an expert worker whose device is gone: it is an attention worker again when that returns
     )
-    switch_since_s: float | None = None  # on the machine's monotonic clock; None: it has the role that it should have
+    switch_s: float | None = None  # how long its change of role had taken at this version; None: it has its role
 
     @property
     def role(self) -> Role:
@@ -70,7 +70,7 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     version: int
     seats: tuple[SeatGoal, ...]
     placement: Placement | None
-    scaling_since_s: float | None = None  # on the machine's monotonic clock; None: there are the workers asked for
+    scaling_s: float | None = None  # how long it had taken at this version; None: there are the workers asked for
     gone: tuple[int, ...] = ()  # devices that were lost and have not come back: seats on them stay empty
     health: tuple[Diagnosis, ...] = ()  # what sources say about devices that are not healthy
     away: tuple[int, ...] = ()  # devices that are emptied because of their health: seats on them become, or are, empty

@@ -324,7 +324,7 @@ def test_more_workers_and_fewer():
     orchestrator = serving(max_workers=5)
     answer = scaled(orchestrator, attention=2, expert=3)
     assert (answer.attention, answer.expert, answer.added) == (2, 3, (3, 4))
-    assert orchestrator.said(KeepGoal)[-1].goal.scaling_since_s is not None
+    assert orchestrator.said(KeepGoal)[-1].goal.scaling_s is not None
     orchestrator.worker(3).come_up()
     orchestrator.worker(4).come_up()
     assert orchestrator.worker(3).start.roles == ("attention",) and orchestrator.worker(4).start.slots is not None

@@ -142,7 +142,7 @@ def test_an_attention_worker_leaves_and_its_seat_gets_experts():
     driver.now += 3.0
     driver.bring_up(1, 2)
     assert driver.only(SwitchDone) == SwitchDone(rank=1, role=Role.EXPERT, took_s=driver.now - 100.0)
-    assert driver.seat(1).switch_since_s is None and not driver.machine.violations
+    assert driver.seat(1).switch_s is None and not driver.machine.violations
     assert 1 in driver.machine.routes.array()[..., 0]
 
 
@@ -210,7 +210,7 @@ def test_a_switch_is_taken_back():
     driver = Driver(2, 2)
     driver.switch(1, Role.EXPERT)
     driver.switch(1, Role.ATTENTION)
-    assert driver.seat(1).wanted is Wanted.STAY and driver.seat(1).switch_since_s is None
+    assert driver.seat(1).wanted is Wanted.STAY and driver.seat(1).switch_s is None
     driver.tell(Said(1, 1, Leaving()))  # it was asked before
     driver.tell(Exited(1, 1, 0))
     assert driver.seat(1).roles == (Role.ATTENTION,) and driver.only(Provision) == Provision(1, 2)
@@ -263,7 +263,7 @@ def test_a_switch_that_ended_while_there_was_no_orchestrator():
     ready = driver.found(1, 2, roles=(Role.EXPERT,), slots=held)
     driver.lose_orchestrator([driver.found(0), ready, driver.found(2), driver.found(3)])
     assert driver.only(SwitchDone) == SwitchDone(rank=1, role=Role.EXPERT, took_s=driver.now - 100.0)
-    assert driver.goal.seat(Rank(1)).switch_since_s is None
+    assert driver.goal.seat(Rank(1)).switch_s is None
 
 
 # -- by itself -----------------------------------------------------------------------------------

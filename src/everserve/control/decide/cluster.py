@@ -6,7 +6,7 @@ that change it and return a Step.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import msgspec
@@ -49,6 +49,34 @@ class Step:
     change_soon: bool = False  # the next slots are chosen with the next tick, for the same reason
 
 
+@dataclass(slots=True)
+class Since:
+    """When what the goal says is under way began, on this process's clock: the goal itself, which outlives the process
+    and perhaps its host, says how long it has taken."""
+
+    scaling_s: float = 0.0
+    switch_s: dict[Rank, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, goal: Goal, now: float) -> "Since":
+        """For an orchestrator that begins with this goal now."""
+        switching = {seat.rank: now - seat.switch_s for seat in goal.seats if seat.switch_s is not None}
+        return cls(now - (goal.scaling_s or 0.0), switching)
+
+    def noted(self, goal: Goal, now: float) -> Goal:
+        """The goal as it is kept: with the times that have passed."""
+        if goal.scaling_s is None and all(seat.switch_s is None for seat in goal.seats):
+            return goal
+        seats = tuple(
+            msgspec.structs.replace(seat, switch_s=now - self.switch_s.get(seat.rank, now))
+            if seat.switch_s is not None
+            else seat
+            for seat in goal.seats
+        )
+        scaling_s = None if goal.scaling_s is None else now - self.scaling_s
+        return msgspec.structs.replace(goal, seats=seats, scaling_s=scaling_s)
+
+
 class ClusterState:
     """All seats, what they should be, and what was published about them."""
 
@@ -66,6 +94,7 @@ class ClusterState:
             num_planned = goal.placement.num_slots if goal.placement is not None else 0
             capacity = Capacity(max_workers=1 + max(seat.rank for seat in goal.seats), slots_per_layer=num_planned)
         self.capacity = capacity
+        self.since = Since()
         moe_layers = goal.placement.moe_layers if goal.placement is not None else ()
         num_experts = goal.placement.num_experts if goal.placement is not None else 0
         self.balancer = Balancer(len(moe_layers), num_experts, balance)

@@ -92,7 +92,7 @@ from collections.abc import Iterable, Sequence
 
 from everserve.control.decide import health, membership, moving, operations, slow_workers, switching, wrong_rows
 from everserve.control.decide.balance import Balancer
-from everserve.control.decide.cluster import ClusterState, Step, provision
+from everserve.control.decide.cluster import ClusterState, Since, Step, provision
 from everserve.control.decide.effects import (
     AllReady,
     AnyEffect,
@@ -261,6 +261,7 @@ class Machine:
         """Take over from an orchestrator that has died. `epoch` is the highest that any process knows."""
         cluster = self._cluster
         cluster.was_all_ready = was_all_ready
+        cluster.since = Since.of(self.goal, now)
         self._kept_goal = self.goal
         effects: list[AnyEffect] = []
         for seat in self._seats.values():
@@ -357,7 +358,7 @@ class Machine:
             reasons += [published.reason] if published.reason else []
         if cluster.goal is not self._kept_goal:
             self._kept_goal = cluster.goal
-            effects.append(KeepGoal(goal=cluster.goal))
+            effects.append(KeepGoal(goal=cluster.since.noted(cluster.goal, now)))
         can_wait = all(one.change_soon for one in (*postponed, step))
         self._owes_changes = can_wait and moving.owes_changes(cluster)
         if not self._owes_changes and not self._gathers:

@@ -138,7 +138,8 @@ def _scale(cluster: ClusterState, asked: ScaleRequest, now: float) -> Step:
     for one in new:
         before = cluster.seats.get(one.rank)
         cluster.add_seat(one, before.incarnation if before else Incarnation(0))
-    cluster.set_goal(seats=goal.seats, placement=goal.placement, scaling_since_s=now)
+    cluster.set_goal(seats=goal.seats, placement=goal.placement, scaling_s=0.0)
+    cluster.since.scaling_s = now
     moving.replan(cluster)
     added, retired = tuple(sorted(stay - stayed)), tuple(sorted(stayed - stay))
     size = size_of(cluster.goal)._asdict()
@@ -154,11 +155,10 @@ def _scale(cluster: ClusterState, asked: ScaleRequest, now: float) -> Step:
 
 def end_scaling(cluster: ClusterState, now: float) -> list[ScaleDone]:
     """Whether there are the workers that were asked for, since now."""
-    since_s = cluster.goal.scaling_since_s
-    if since_s is None or not is_done(cluster.goal, cluster.seats.values()):
+    if cluster.goal.scaling_s is None or not is_done(cluster.goal, cluster.seats.values()):
         return []
-    cluster.set_goal(scaling_since_s=None)
-    return [ScaleDone(**size_of(cluster.goal)._asdict(), took_s=now - since_s)]
+    cluster.set_goal(scaling_s=None)
+    return [ScaleDone(**size_of(cluster.goal)._asdict(), took_s=now - cluster.since.scaling_s)]
 
 
 def dismiss(cluster: ClusterState) -> list[Tell]:

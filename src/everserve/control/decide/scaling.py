@@ -164,9 +164,7 @@ class _Draft:
             )
         chosen = device if device is not None else self._device_for(like)
         gpu = chosen % self._capacity.num_gpus if self._capacity.num_gpus else NO_DEVICE
-        new = msgspec.structs.replace(
-            like, rank=free[0], device=chosen, gpu=gpu, wanted=Wanted.STAY, switch_since_s=None
-        )
+        new = msgspec.structs.replace(like, rank=free[0], device=chosen, gpu=gpu, wanted=Wanted.STAY, switch_s=None)
         self._seats[new.rank] = new
 
     # -- inside ----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@
                 earlier one is released, and the next incarnation starts, with the experts that are planned for it
     done        when that is ready
 
-All of it is in the goal (`Wanted.SWITCH`, `switch_since_s`), so a new orchestrator goes on from there. A worker that
+All of it is in the goal (`Wanted.SWITCH`, `switch_s`), so a new orchestrator goes on from there. A worker that
 stands in for expert workers on devices that are gone goes back when these have returned (plan/lost_experts.py).
 """
 
@@ -78,19 +78,20 @@ def start_next(cluster: ClusterState, seat: Seat) -> tuple[AnyEffect, ...]:
 
 def end(cluster: ClusterState, seat: Seat, now: float) -> tuple[SwitchDone, ...]:
     """The worker in this seat is ready: in its new role, if that has changed."""
-    since_s = seat.goal.switch_since_s
-    if since_s is None or seat.goal.wanted is not Wanted.STAY:
+    if seat.goal.switch_s is None or seat.goal.wanted is not Wanted.STAY:
         return ()
-    _set_seat(cluster, msgspec.structs.replace(seat.goal, switch_since_s=None))
-    return (SwitchDone(rank=seat.rank, role=seat.goal.role, took_s=now - since_s),)
+    took_s = now - cluster.since.switch_s.pop(seat.rank, now)
+    _set_seat(cluster, msgspec.structs.replace(seat.goal, switch_s=None))
+    return (SwitchDone(rank=seat.rank, role=seat.goal.role, took_s=took_s),)
 
 
 def _begin(cluster: ClusterState, seat: Seat, role: Role, reason: str, now: float, is_automatic: bool = False) -> Step:
     """Back to the role that it has still: then it stays, or is replaced by its like if it is on its way out."""
     is_back = seat.goal.role is role
-    wanted, since_s = (Wanted.STAY, None) if is_back else (Wanted.SWITCH, now)
+    wanted, switch_s = (Wanted.STAY, None) if is_back else (Wanted.SWITCH, 0.0)
+    cluster.since.switch_s[seat.rank] = now
     stands_in = is_automatic and role is Role.EXPERT
-    _set_seat(cluster, msgspec.structs.replace(seat.goal, wanted=wanted, switch_since_s=since_s, stands_in=stands_in))
+    _set_seat(cluster, msgspec.structs.replace(seat.goal, wanted=wanted, switch_s=switch_s, stands_in=stands_in))
     moving.replan(cluster)
     return Step(reason, (SwitchBegan(rank=seat.rank, role=role, reason=reason),))
 
