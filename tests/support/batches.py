@@ -35,7 +35,7 @@ class PagedSequences:
         """`config`: another one than the directory's."""
         config = replace(config or ModelConfig.from_directory(str(directory)), tensor_parallel=tensor_parallel)
         checkpoint = Checkpoint.open(str(directory))
-        weights = Weights(config, checkpoint, dtype, ops.device)
+        weights = Weights(config, checkpoint, dtype, ops.device, ops.reads_quantised)
         self.decoder = Decoder(config, weights, ops, max_model_len=config.max_position_embeddings)
         experts = ExpertHalf(config, checkpoint, ops, num_slots=config.max_shards, dtype=dtype)
         experts.load_all()

@@ -9,6 +9,7 @@ from everserve.backends.cpu.lane import LaneShape
 from everserve.backends.cpu.local_experts import LocalExperts
 from everserve.model.cut import cut_experts
 from everserve.model.expert_half import ExpertHalf
+from everserve.model.forms import ShardForm
 from everserve.model.ops import SILU, Ops, RouterWeights, ShardWeights
 from everserve.model.spec import Router
 from everserve.tables.ids import Epoch, Rank, SlotId
@@ -46,8 +47,8 @@ class RandomExperts(ExpertHalf):
         gate_FD, up_FD, down_FD = (torch.randn(INNER, HIDDEN, generator=generator) for _ in range(3))
         return ShardWeights(gate_FD, up_FD, down_FD.T.contiguous())
 
-    def dtype(self, layer: int, expert: int) -> torch.dtype:
-        return torch.float32
+    def form(self, layer: int, expert: int) -> ShardForm:
+        return ShardForm(None, 3 * INNER * HIDDEN, 0, "float32")
 
 
 def routed(router_ND: torch.Tensor, top_k: int, renormalise: bool) -> tuple[RouterWeights, Router]:

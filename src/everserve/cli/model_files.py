@@ -10,6 +10,7 @@ from everserve.errors import ConfigError, ModelError
 from everserve.model.bundled import DEMO_MODEL
 from everserve.model.config import ModelConfig
 from everserve.model.fingerprint import fingerprint
+from everserve.model.forms import shard_bytes
 from everserve.model.headers import Headers, files_of
 from everserve.model.layout import check_headers
 
@@ -43,8 +44,12 @@ def check_model(source: ModelSource) -> ModelSource:
     """Refuses what processes would refuse once they run: files that are missing, or do not belong to each other. What
     it finds out is told to all of them."""
     directory, config = Path(source.directory), ModelConfig.from_source(source)
+    sizes: tuple[int, ...] = ()
     if source.load_format != "dummy":
-        check_headers(config, Headers.read(directory))
+        headers = Headers.read(directory)
+        check_headers(config, headers)
+        sizes = shard_bytes(config, headers, source.dtype)
     if not has_tokenizer(directory):
         raise ModelError(f"there is no tokenizer in {directory}: tokenizer.json is missing; download it, too")
-    return structs.replace(source, fingerprint=fingerprint(directory), own_head=not config.tie_word_embeddings)
+    own_head = not config.tie_word_embeddings
+    return structs.replace(source, fingerprint=fingerprint(directory), own_head=own_head, shard_bytes=sizes)

@@ -48,4 +48,5 @@ class ModelSource(Config, frozen=True, kw_only=True):
     )
     divides_heads: bool = False  # attention heads and their KV are at expert workers too (seam/heads.py)
     own_head: bool | None = None  # a tied head has weights of its own in the files (model/tied_head.py); None: look
+    shard_bytes: tuple[int, ...] = ()  # of the largest shard of each FFN, where it is quantised; (): as `dtype` says
     fingerprint: str = ""  # of the files when the instance was started (model/fingerprint.py); "": any will do

@@ -46,7 +46,7 @@ class MergedHeads:
     ) -> None:
         self._layer = layer
         self._ops = ops
-        self.qkv_XD = weights.need("qkv")
+        self.qkv_XD = weights.matrix("qkv")
         self.qkv_bias_X = weights.load("qkv_bias")
         self.scores = scores_of(mixer, weights.load("sinks"))
         norms = weights.load("q_norm"), weights.load("k_norm")
@@ -69,14 +69,14 @@ class LatentHeads:
         self._scores = Scores(mixer.scale, value_size=mixer.kv_rank)
         up_HXR = weights.need("kv_up").view(mixer.num_heads, mixer.plain_size + mixer.value_size, mixer.kv_rank)
         self._weights = LatentWeights(
-            weights.need("q"),
-            weights.need("kv_down"),
+            weights.matrix("q"),
+            weights.matrix("kv_down"),
             weights.need("kv_norm"),
             up_HXR[:, : mixer.plain_size].transpose(1, 2).contiguous(),
             up_HXR[:, mixer.plain_size :],
             Norm(eps=mixer.norm_eps),
             *tables.latent(mixer),
-            weights.load("q_down"),
+            weights.matrix("q_down") if mixer.q_rank is not None else None,
             weights.load("q_norm"),
             weights.load("q_down_bias"),
             weights.load("kv_down_bias"),
@@ -114,7 +114,7 @@ class AttentionHalf:
         names = {name for step in self._steps for name in (step.norm, step.following) if name}
         self._norms = {name: home.need(name) for name in sorted(names)}
         self.heads = _heads(layer, spec, home, ops, tables) if tables is not None else None
-        self._output_DX = home.need("output")
+        self._output_DX = home.matrix("output")
         self._output_bias_D = home.load("output_bias")
         self._router, self._router_weights, self._dense_gate_1D = None, None, None
         if isinstance(spec.ffn, ExpertsSpec):

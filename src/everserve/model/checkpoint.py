@@ -16,7 +16,10 @@ from torch import Tensor
 
 from everserve.errors import ModelError
 from everserve.model.decoding import decode
+from everserve.model.forms import Part
 from everserve.model.headers import Entry, Headers
+from everserve.model.quantised import QuantisedMatrix
+from everserve.model.quantised_files import read
 
 Selection = slice | Sequence[int] | Tensor
 
@@ -98,6 +101,12 @@ class Checkpoint:
             tensor = tensor[:, columns]
         self.bytes_read += tensor.numel() * tensor.element_size()
         return tensor
+
+    def quantised(self, part: Part) -> QuantisedMatrix:
+        """A part of a coded weight, not decoded."""
+        found = read(part, self._view)
+        self.bytes_read += found.nbytes
+        return found
 
     def _view(self, name: str) -> Tensor:
         entry = self.headers.entry(name)

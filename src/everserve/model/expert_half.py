@@ -8,11 +8,11 @@ expert is in which slot, and the code that gathers rows compares it with the exp
 import ctypes
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
+from everserve.model.forms import ShardForm
 from everserve.model.ops import ExpertOps, ExpertSlots, RowIndices, RowMemory, ShardWeights
 from everserve.model.weights import Weights
 from everserve.tables.slots import EMPTY, HeldSlots
@@ -31,7 +31,7 @@ class ExpertHalf:
         dtype: str = "auto",
     ) -> None:
         self.config = config
-        self._weights = Weights(config, checkpoint, dtype, ops.device)
+        self._weights = Weights(config, checkpoint, dtype, ops.device, keeps_quantised=ops.device.type == "cpu")
         self._make_slots(ops, num_slots)
 
     def _make_slots(self, ops: ExpertOps, num_slots: int | Sequence[int]) -> None:
@@ -66,9 +66,9 @@ class ExpertHalf:
         """The weights of an expert, from the checkpoint."""
         return self._weights.shard(self._weights.layout.shard(layer, expert))
 
-    def dtype(self, layer: int, expert: int) -> torch.dtype:
-        """The dtype of these tensors. Reads headers only."""
-        return self._weights.dtype_of(self._weights.layout.shard(layer, expert).gate)
+    def form(self, layer: int, expert: int) -> ShardForm:
+        """How these weights lie in memory, as one piece. Reads headers only."""
+        return self._weights.shard_form(layer, expert)
 
     def fill(self, layer: int, slot: int, expert: int, weights: ShardWeights) -> None:
         """Put an expert into a slot, from wherever its weights came. If this raises, the slot is empty."""

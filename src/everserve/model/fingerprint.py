@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from everserve.errors import ModelError
@@ -43,9 +44,10 @@ def _of_file(file: Path, size: int, written_ns: int, inode: int) -> bytes:
     return found.digest()
 
 
-def expert_identity(files: str, config: ModelConfig, dtype: str) -> bytes:
-    """A hash of everything that decides the bytes of an expert's weights. `files`: which ones."""
-    described = [files, dataclasses.asdict(config), dtype]
+def expert_identity(files: str, config: ModelConfig, dtype: str, slot_bytes: Sequence[int] = ()) -> bytes:
+    """A hash of everything that decides the bytes of an expert's weights. `files`: which ones. `slot_bytes`: what it
+    takes in a slot: where experts are quantised a version of this program may lay them out in its own way."""
+    described = [files, dataclasses.asdict(config), dtype, *slot_bytes]
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).digest()
 
 

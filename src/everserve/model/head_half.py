@@ -69,7 +69,7 @@ class HeadHalf:
         self.kv = kv
         self.kv_pool = kv_pool
         self.group_size = config.num_heads // config.num_kv_heads
-        self._weights = Weights(config, checkpoint, dtype, ops.device)
+        self._weights = Weights(config, checkpoint, dtype, ops.device, keeps_quantised=ops.device.type == "cpu")
         self._tables = PositionTables(max_model_len, ops.device)
         self._rotations: dict[int, Rotation] = {}
         layers = range(config.num_layers)
@@ -111,8 +111,8 @@ class HeadHalf:
         return mixer
 
     def _head_weights(self, sources: HeadSources) -> HeadWeights:
-        loaded = map(self._weights.load, (*sources.qkv, *sources.qkv_bias))
-        return HeadWeights(*loaded)._replace(sinks_M=self._weights.load_optional(sources.sinks))
+        loaded = self._weights.matrices(sources.qkv), map(self._weights.load, sources.qkv_bias)
+        return HeadWeights(*loaded[0], *loaded[1])._replace(sinks_M=self._weights.load_optional(sources.sinks))
 
     def clear(self, layer: int, slot: int) -> None:
         """Empty a slot; one that is empty stays so, and keeps its generation. KV stays until its piece is needed."""

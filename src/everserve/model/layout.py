@@ -106,8 +106,12 @@ class FeedForwardSources:
             biases=biases,
         )
 
+    @property
+    def matrices(self) -> tuple[Source, Source, Source]:
+        return self.gate, self.up, self.down
+
     def __iter__(self) -> Iterator[Source]:
-        yield from (self.gate, self.up, self.down)
+        yield from self.matrices
         yield from (bias for bias in self.biases or () if bias is not None)
 
 

@@ -13,7 +13,7 @@ whether the set as a whole has this property.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from everserve.model.batch import StepBatch
 from everserve.model.choosing import Draw
+from everserve.model.quantised import Matrix, QuantisedMatrix, decoded
 from everserve.model.rope import Rotation
 from everserve.model.shard_choice import Choice
 from everserve.model.spec import Activation, Norm, Router
@@ -34,10 +35,22 @@ SILU = Activation()
 class ShardWeights(NamedTuple):
     """An expert, or a slice of an FFN: down(activation(gate x + its bias) * (up x + its bias)) + its bias."""
 
-    gate_FD: Tensor
-    up_FD: Tensor
-    down_DF: Tensor
+    gate_FD: Matrix
+    up_FD: Matrix
+    down_DF: Matrix
     biases: Tensor | None = None  # of gate (F), up (F) and down (D), one behind the other, and perhaps zeros
+
+    def decoded(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """All of it as tensors, for ops that do not read quantised matrices."""
+        return decoded(self.gate_FD), decoded(self.up_FD), decoded(self.down_DF), self.biases
+
+    def parts(self) -> Iterator[Tensor]:
+        """What lies in the memory of a slot, one behind the other."""
+        for part in self:
+            if isinstance(part, QuantisedMatrix):
+                yield from part.parts()
+            elif part is not None:  # a slice's `down` is some of the columns in the file
+                yield part.contiguous()
 
 
 class Scores(NamedTuple):
@@ -61,15 +74,15 @@ class LatentWeights(NamedTuple):
     """A layer's latent attention (model/spec.py, Latent), in front of its output. R values of c, P plain and U rotated
     values of a head's q, V values of its answer."""
 
-    q_XQ: Tensor  # X = H * (P + U); Q = D without q_down
-    kv_down_CD: Tensor  # C = R + U
+    q_XQ: Matrix  # X = H * (P + U); Q = D without q_down
+    kv_down_CD: Matrix  # C = R + U
     kv_norm_R: Tensor
     keys_HRP: Tensor
     values_HVR: Tensor
     norm: Norm  # of c, and of what q_down gives
     cos_PU: Tensor
     sin_PU: Tensor
-    q_down_QD: Tensor | None = None
+    q_down_QD: Matrix | None = None
     q_norm_Q: Tensor | None = None
     q_down_bias_Q: Tensor | None = None
     kv_down_bias_C: Tensor | None = None
@@ -134,9 +147,9 @@ class RowIndices(NamedTuple):
 class HeadWeights(NamedTuple):
     """One KV head of a layer with its query heads: their rows of the three projections. M query heads, E rows each."""
 
-    q_XD: Tensor  # X = M * E
-    k_ED: Tensor
-    v_ED: Tensor
+    q_XD: Matrix  # X = M * E
+    k_ED: Matrix
+    v_ED: Matrix
     q_bias_X: Tensor | None = None
     k_bias_E: Tensor | None = None
     v_bias_E: Tensor | None = None
@@ -202,6 +215,7 @@ class Ops(Protocol):
     device: torch.device
     activation_dtype: torch.dtype
     batch_invariant: bool
+    reads_quantised: bool  # matrices of products may be quantised
     is_captured: bool  # calls may be recorded, and replayed in later steps: what changes is read from tables
 
     def embed(self, tokens_T: Tensor, embedding_VD: Tensor, scale: float = 1.0) -> Tensor:
@@ -231,7 +245,7 @@ class Ops(Protocol):
     def project_and_store(
         self,
         x_TD: Tensor,
-        qkv_XD: Tensor,
+        qkv_XD: Matrix,
         bias_X: Tensor | None,
         batch: StepBatch,
         kv_pool: Tensor,
@@ -252,7 +266,7 @@ class Ops(Protocol):
     def project_and_norm(
         self,
         x_TX: Tensor,
-        weight_DX: Tensor,
+        weight_DX: Matrix,
         bias_D: Tensor | None,
         residual_TD: Tensor,
         join: Join,

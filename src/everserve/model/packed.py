@@ -66,6 +66,7 @@ class Packing:
     bits: int
     group_size: int  # columns; 0: all of them
     added: int = 0  # to every word of zero points
+    is_ordered: bool = True  # groups are columns in a row, also where tensors say of each column which it is in
 
     @property
     def per_word(self) -> int:
@@ -146,7 +147,7 @@ def read_gptq(said: Fields) -> Packing:
     said.expect("format", "gptq", "gptq_v2")
     said.expect("is_marlin_format", False)
     said.expect("pack_dtype", "int32")
-    said.ignore("desc_act", "sym", "static_groups", "true_sequential", "damp_percent", "damp_auto_increment", "dataset")
+    said.ignore("sym", "static_groups", "true_sequential", "damp_percent", "damp_auto_increment", "dataset")
     said.ignore("model_name_or_path", "model_file_base_name", "tokenizer", "modules_in_block_to_quantize", "batch_size")
     said.ignore("block_name_to_quantize", "use_cuda_fp16", "use_exllama", "exllama_config", "max_input_length")
     said.ignore(
@@ -158,7 +159,8 @@ def read_gptq(said: Fields) -> Packing:
             raise said.error("dynamic", "has modules of other sizes, which is not built; use another checkpoint")
     bits = _bits(said, "bits", 4, 8)
     each = sum(1 << i for i in range(0, _WORD_BITS, bits))
-    return Packing(GPTQ, bits, _group_size(said), 0 if form == "gptq_v2" else each)
+    is_ordered = said.get("desc_act") is False
+    return Packing(GPTQ, bits, _group_size(said), 0 if form == "gptq_v2" else each, is_ordered)
 
 
 def read_compressed(weights: Fields) -> Packing:
@@ -166,12 +168,13 @@ def read_compressed(weights: Fields) -> Packing:
     weights.expect("type", "int")
     weights.expect("strategy", "group", "channel")
     weights.expect("dynamic", False)
-    weights.ignore("symmetric", "observer", "observer_kwargs", "actorder", "block_structure", "scale_dtype", "zp_dtype")
+    weights.ignore("symmetric", "observer", "observer_kwargs", "block_structure", "scale_dtype", "zp_dtype")
     strategy = weights.get("strategy")
     if strategy == "channel":
         weights.ignore("group_size")
     size = _group_size(weights) if strategy == "group" else 0
-    return Packing(COMPRESSED, _bits(weights, "num_bits", 4, 8), size)
+    is_ordered = weights.get("actorder") not in (True, "group")
+    return Packing(COMPRESSED, _bits(weights, "num_bits", 4, 8), size, is_ordered=is_ordered)
 
 
 def _ignore_how_it_was_made(said: Fields) -> None:

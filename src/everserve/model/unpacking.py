@@ -28,13 +28,13 @@ def unpack(
     form = coded.packing.form
     shape = coded.shape[::-1] if form.is_transposed else coded.shape
     wanted, across = range(shape[0])[rows], range(shape[1])[columns]
-    words, group_values = view(coded.words), _GroupValues(coded, view, shape, across)
+    words, group_values = view(coded.words), _GroupValues(coded, view, across)
     found = torch.empty((len(across), len(wanted)) if is_turned else (len(wanted), len(across)), dtype=dtype)
     at_once = min(ROWS_AT_ONCE, coded.packing.group_size or ROWS_AT_ONCE)
     for first in range(0, len(wanted), at_once):
         some = wanted[first : first + at_once]
         zeros, scales = group_values.of(some)
-        numbers = _integers(words, form.axis, some, across, coded.packing).sub_(zeros).float()
+        numbers = integers(words, form.axis, some, across, coded.packing).sub_(zeros).float()
         into = found[:, first : first + at_once] if is_turned else found[first : first + at_once]
         into.copy_(numbers.mul_(scales).to(dtype).T if is_turned else numbers.mul_(scales))
     return found
@@ -43,18 +43,17 @@ def unpack(
 class _GroupValues:
     """Zero points and scales of all groups, for some columns of the files."""
 
-    def __init__(self, coded: Packed, view: Callable[[str], Tensor], shape: tuple[int, ...], across: range) -> None:
+    def __init__(self, coded: Packed, view: Callable[[str], Tensor], across: range) -> None:
         packing, self._are_rows = coded.packing, coded.packing.form.is_transposed
         scales = view(coded.scales)
-        num_columns, num_groups = (shape[0], scales.shape[0]) if self._are_rows else (shape[1], scales.shape[1])
-        self._groups = _groups(coded, view, num_columns, num_groups)  # of each column of the weight
+        num_groups = scales.shape[0 if self._are_rows else 1]
+        self._groups = _groups(coded, view, num_groups)  # of each column of the weight
         columns = across if self._are_rows else range(num_groups)
         self._scales = scales[:, columns.start : columns.stop : columns.step].float()
         self._zeros: Tensor | None = None
         self._half = torch.tensor(1 << packing.bits - 1, dtype=torch.int32)
         if coded.zeros:
-            words = view(coded.zeros) + torch.tensor(packing.added).to(torch.int32)  # may wrap, as it did when written
-            self._zeros = _integers(words, 1 if self._are_rows else 0, range(scales.shape[0]), columns, packing)
+            self._zeros = _zeros_in_files(coded, view, range(scales.shape[0]), columns)
         self._of_columns = None if self._are_rows else self._groups[across.start : across.stop : across.step]
 
     def of(self, rows: range) -> tuple[Tensor, Tensor]:
@@ -70,7 +69,22 @@ class _GroupValues:
         return values[first : first + 1] if bool((groups == first).all()) else values[groups]
 
 
-def _integers(words: Tensor, axis: int, rows: range, columns: range, packing: Packing) -> Tensor:
+def _zeros_in_files(coded: Packed, view: Callable[[str], Tensor], rows: range, columns: range) -> Tensor:
+    """Zero points, as the files have rows and columns."""
+    packing = coded.packing
+    words = view(coded.zeros) + torch.tensor(packing.added).to(torch.int32)  # may wrap, as it did when written
+    return integers(words, 1 if packing.form.is_transposed else 0, rows, columns, packing)
+
+
+def zero_points(coded: Packed, view: Callable[[str], Tensor], rows: range) -> Tensor:
+    """Those of all groups, for these rows of the weight."""
+    is_transposed, shape = coded.packing.form.is_transposed, view(coded.scales).shape
+    groups = range(shape[0] if is_transposed else shape[1])
+    found = _zeros_in_files(coded, view, *((groups, rows) if is_transposed else (rows, groups)))
+    return found.T if is_transposed else found
+
+
+def integers(words: Tensor, axis: int, rows: range, columns: range, packing: Packing) -> Tensor:
     """The numbers at these rows and columns; along `axis` several share a word."""
     per_word, mask = packing.per_word, (1 << packing.bits) - 1
     order = packing.form.order if packing.bits == 4 else range(per_word)
@@ -85,10 +99,16 @@ def _integers(words: Tensor, axis: int, rows: range, columns: range, packing: Pa
     return ((some[..., None] >> shifts) & mask).flatten(1)[:, within]
 
 
-def _groups(coded: Packed, view: Callable[[str], Tensor], num_columns: int, num_groups: int) -> Tensor:
+def regular_groups(coded: Packed) -> Tensor:
+    """The group of each column, where columns have no order of their own."""
+    num_columns = coded.shape[1]
+    return torch.arange(num_columns) // (coded.packing.group_size or num_columns)
+
+
+def _groups(coded: Packed, view: Callable[[str], Tensor], num_groups: int) -> Tensor:
     """The group of each column."""
     if not coded.groups:
-        return torch.arange(num_columns) // (coded.packing.group_size or num_columns)
+        return regular_groups(coded)
     groups = view(coded.groups).flatten().long()
     if groups.numel() and not 0 <= int(groups.min()) <= int(groups.max()) < num_groups:
         raise ModelError(f"tensor {coded.groups} names a group that does not exist; download the model again")

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from everserve.model.batch import StepBatch
 from everserve.model.masks import ExpertMasks
+from everserve.model.quantised import Matrix
 from everserve.model.rope import Rotation
 from everserve.model.spec import Experts as ExpertsSpec
 from everserve.model.spec import LayerSpec, Norm, Router
@@ -99,11 +100,11 @@ class LayerWeights(NamedTuple):
     steps: tuple[Step, ...]
     norms: dict[str, Tensor]  # by the names in steps
     norm: Norm  # what all of them do
-    qkv_XD: Tensor
+    qkv_XD: Matrix
     qkv_bias_X: Tensor | None
     rotation: Rotation
     scores: "Scores"
-    output_DX: Tensor
+    output_DX: Matrix
     output_bias_D: Tensor | None
     residual_scale: float
     answer_scale: float  # of shards, and of `dense`

@@ -3,8 +3,9 @@ backup of all experts.
 
     [call][slot]:  gate | up | down | biases | padding to a multiple of 64 bytes
 
-All slots of a layer have the same size, for the widest dtype that an expert may have. Experts whose file is narrower
-leave the end of their slot unused. Layers may differ: slices of a dense FFN are not as large as experts.
+All slots of a layer have the same size, for the widest dtype that an expert may have, or for its largest expert where
+these are quantised. Experts whose file is narrower leave the end of their slot unused. Layers may differ: slices of a
+dense FFN are not as large as experts.
 """
 
 from collections.abc import Sequence
@@ -27,10 +28,14 @@ class ExpertMemoryPlan:
     slot_bytes: tuple[int, ...]
 
     @classmethod
-    def of(cls, model: ModelSizes, dtype: str, num_slots: int | Sequence[int]) -> "ExpertMemoryPlan":
-        """`dtype`: the widest that weights are kept in. `num_slots`: of every layer, or of each."""
+    def of(
+        cls, model: ModelSizes, dtype: str, num_slots: int | Sequence[int], shard_bytes: Sequence[int] = ()
+    ) -> "ExpertMemoryPlan":
+        """`dtype`: the widest that weights are kept in. `num_slots`: of every layer, or of each. `shard_bytes`: of the
+        largest shard of each layer, if `dtype` does not say it."""
         weights = (cut.num_weights(model.hidden_size) for cut in model.cuts)
-        slot_bytes = tuple(-(-num * _ITEM_BYTES[dtype] // ALIGNMENT) * ALIGNMENT for num in weights)
+        sizes = shard_bytes or [num * _ITEM_BYTES[dtype] for num in weights]
+        slot_bytes = tuple(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
         return cls((), slot_bytes).with_slots(num_slots)
 
     @classmethod

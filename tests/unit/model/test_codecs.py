@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from everserve.backends.cpu.reference import ReferenceOps
@@ -18,22 +18,31 @@ from everserve.model.headers import Headers
 from everserve.model.layout import check_headers
 from tests.support.batches import PagedSequences
 from tests.support.families import VOCAB_SIZE, family_directory, read_config
+from tests.support.quantised import (
+    AWQ,
+    FP8,
+    GPTQ,
+    GROUP,
+    Integers,
+    Tensors,
+    as_awq,
+    as_compressed,
+    as_gptq,
+    as_mxfp4,
+    compressed,
+    pack_quantized,
+    quantise,
+    write,
+    zeros_of,
+)
 
 TOKENS = [(7 * i) % (VOCAB_SIZE - 3) + 3 for i in range(40)]
-Tensors = dict[str, Tensor]
 
 
 def logits(directory: Path) -> Tensor:
     check_headers(ModelConfig.from_directory(directory), Headers.read(directory))
     with torch.no_grad():
         return PagedSequences(directory, ReferenceOps()).step({0: TOKENS})[0]
-
-
-def write(directory: Path, config: dict[str, Any], tensors: Tensors) -> Path:
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(config))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
-    return directory
 
 
 def tensors_of(family: str) -> Tensors:
@@ -44,34 +53,6 @@ def tensors_of(family: str) -> Tensors:
 # -- one scale for a tensor, a row or a block ----------------------------------------------------
 
 BLOCK = (32, 16)
-
-
-def spread(scales: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
-    """A scale for every number."""
-    rows = scales.repeat_interleave(block[0], 0)[: shape[0]]
-    return rows.repeat_interleave(block[1], 1)[:, : shape[1]]
-
-
-def quantise(weight: Tensor, block: tuple[int, int], to: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Values, scales, and the weight that they mean."""
-    most = 448.0 if to is torch.float8_e4m3fn else 127.0
-    weight, (rows, columns) = weight.float(), block
-    tiles = [[tile.abs().max() / most for tile in row.split(columns, 1)] for row in weight.split(rows)]
-    scales = torch.tensor(tiles)
-    every = spread(scales, block, weight.shape)
-    values = (weight / every).round().to(to) if to is torch.int8 else (weight / every).to(to)
-    return values, scales, (values.float() * every).to(torch.bfloat16)
-
-
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"]}
-
-
-def compressed(strategy: str, kind: str, **more: Any) -> dict[str, Any]:
-    weights = {"num_bits": 8, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False, **more}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": {"num_bits": 8, "type": kind}}
-    form = "float-quantized" if kind == "float" else "int-quantized"
-    said = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
-    return {**said, "ignore": ["lm_head"], "config_groups": {"group_0": group}}
 
 
 @pytest.mark.parametrize("family", ["deepseek-v3", "qwen3"])
@@ -117,13 +98,6 @@ def test_a_part_of_a_scaled_weight(block: tuple[int, int], tmp_path: Path) -> No
 # -- gpt-oss -------------------------------------------------------------------------------------
 
 
-def as_mxfp4(shape: tuple[int, ...], generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random blocks, and exponents of which most weights are small."""
-    num, columns, rows = shape
-    blocks = torch.randint(256, (num, rows, columns // 32, 16), generator=generator, dtype=torch.uint8)
-    return blocks, torch.randint(122, 126, blocks.shape[:3], generator=generator, dtype=torch.uint8)
-
-
 def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # noqa: PLC0415  seconds
 
@@ -144,82 +118,6 @@ def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
 
 
 # -- integers in words of 32 bits ----------------------------------------------------------------
-
-GROUP = 16
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
-
-
-def pack_quantized(**changes: Any) -> dict[str, Any]:
-    weights = {
-        "num_bits": 4,
-        "type": "int",
-        "strategy": "group",
-        "group_size": GROUP,
-        "symmetric": True,
-        "dynamic": False,
-    }
-    group = {"targets": ["Linear"], "weights": {**weights, **changes}}
-    said = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"}
-    return {**said, "ignore": ["lm_head"], "config_groups": {"group_0": group}}
-
-
-def as_int32(word: int) -> int:
-    return (word + (1 << 31)) % (1 << 32) - (1 << 31)
-
-
-def words_of(numbers: Tensor, bits: int, order: list[int] | None = None) -> Tensor:
-    """Packed along rows of numbers, the first of `order` in the lowest bits."""
-    per_word, lines = 32 // bits, []
-    for line in numbers.tolist():
-        groups = [line[first : first + per_word] for first in range(0, len(line), per_word)]
-        placed = [[group[i] for i in order] if order else group for group in groups]
-        lines.append([as_int32(sum(number << bits * i for i, number in enumerate(group))) for group in placed])
-    return torch.tensor(lines, dtype=torch.int32)
-
-
-class Integers:
-    """A random weight of integers, with the group of each column."""
-
-    def __init__(self, shape: torch.Size, bits: int, group: int, generator: torch.Generator, *, mixed: bool) -> None:
-        (rows, columns), most = shape, 1 << bits
-        self.bits, self.groups = bits, torch.arange(columns, dtype=torch.int32) // (group or columns)
-        num_groups = int(self.groups[-1]) + 1
-        if mixed:
-            self.groups = self.groups[torch.randperm(columns, generator=generator)]
-        self.numbers = torch.randint(most, shape, generator=generator)
-        self.zeros = torch.randint(most, (rows, num_groups), generator=generator)
-        self.scales = (torch.rand(rows, num_groups, generator=generator) * 0.5 / most).half()
-
-    def weight(self, zeros: Tensor | None = None) -> Tensor:
-        zeros, groups = self.zeros if zeros is None else zeros, self.groups.long()
-        return ((self.numbers - zeros[:, groups]) * self.scales.float()[:, groups]).to(torch.bfloat16)
-
-
-def as_awq(whole: Integers) -> Tensors:
-    order = [0, 2, 4, 6, 1, 3, 5, 7]
-    words, zeros = words_of(whole.numbers.T, 4, order), words_of(whole.zeros.T, 4, order)
-    return {"qweight": words, "qzeros": zeros, "scales": whole.scales.T}
-
-
-def as_gptq(whole: Integers, less: int) -> Tensors:
-    """`less`: what the first format takes from every zero point. A zero point of 0 borrows from its neighbour."""
-    each = sum(less << i for i in range(0, 32, whole.bits))
-    zeros = torch.tensor(
-        [[as_int32(word - each) for word in line] for line in words_of(whole.zeros.T, whole.bits).tolist()]
-    )
-    words = words_of(whole.numbers, whole.bits).T
-    return {"qweight": words, "qzeros": zeros.int(), "scales": whole.scales.T, "g_idx": whole.groups}
-
-
-def as_compressed(whole: Integers, **more: Tensor) -> Tensors:
-    words = words_of(whole.numbers, whole.bits)
-    return {"weight_packed": words, "weight_scale": whole.scales, "weight_shape": torch.tensor([1, 1]), **more}
-
-
-def zeros_of(whole: Integers) -> Tensor:
-    return words_of(whole.zeros.T, whole.bits).T
-
 
 PACKED: dict[str, tuple[dict[str, Any], Any, int, int, bool]] = {
     "awq": (AWQ, as_awq, 4, GROUP, False),

@@ -171,9 +171,9 @@ def load_into_memory(
     with_mapped = [num + start.capacity.mapped_slots for num in num_slots]
     half = ExpertHalf(model, opened.checkpoint, opened.ops, num_slots=with_mapped, dtype=source.dtype)
     dtype = model.dtype if source.dtype == "auto" else source.dtype
-    plan = ExpertMemoryPlan.of(model, dtype, num_slots)
+    plan = ExpertMemoryPlan.of(model, dtype, num_slots, source.shard_bytes)
     own = ExpertMemory(plan, [memory.pop(kind) for kind in (Kind.WEIGHTS, Kind.WEIGHTS_STATE)])
-    identity = expert_identity(f"{source.directory}:{source.fingerprint}", model, source.dtype)
+    identity = expert_identity(f"{source.directory}:{source.fingerprint}", model, source.dtype, plan.slot_bytes)
     seat = SeatMemory(half, own, identity, start.incarnation, check_source, start.rank % plan.num_layers)
     backup = next((piece for piece in start.memory if piece.kind is Kind.BACKUP), None)
     if backup is not None:
@@ -216,7 +216,7 @@ class EngineBuilder:
         settings, ops, sizes = self._start.settings, self._opened.ops, self._opened.sizes
         decoder = Decoder(
             self._opened.model,
-            Weights(self._opened.model, self._opened.checkpoint, settings.model.dtype, ops.device),
+            Weights(self._opened.model, self._opened.checkpoint, settings.model.dtype, ops.device, ops.reads_quantised),
             ops,
             sizes.max_model_len,
             progress=self._opened.loading.part("layers"),

@@ -9,6 +9,7 @@ from torch import Tensor
 from everserve.model import shard_choice
 from everserve.model.batch import StepBatch
 from everserve.model.ops import ExpertSlots, Join, LatentWeights, NextNorm, Scores
+from everserve.model.quantised import Matrix
 from everserve.model.rope import Rotation
 from everserve.model.shard_choice import Choice
 from everserve.model.spec import Norm
@@ -21,7 +22,7 @@ class _Parts(Protocol):
     def linear(
         self,
         x_TD: Tensor,
-        weight_OD: Tensor,
+        weight_OD: Matrix,
         bias_O: Tensor | None = None,
         residual_TO: Tensor | None = None,
         scale: float = 1.0,
@@ -91,7 +92,7 @@ class Composed:
     def project_and_store(
         self: _Parts,
         x_TD: Tensor,
-        qkv_XD: Tensor,
+        qkv_XD: Matrix,
         bias_X: Tensor | None,
         batch: StepBatch,
         kv_pool: Tensor,
@@ -123,7 +124,7 @@ class Composed:
     def project_and_norm(
         self: _Parts,
         x_TX: Tensor,
-        weight_DX: Tensor,
+        weight_DX: Matrix,
         bias_D: Tensor | None,
         residual_TD: Tensor,
         join: Join,

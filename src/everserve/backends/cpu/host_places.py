@@ -21,6 +21,7 @@ from everserve.memory.weights.slot_table import Entry
 from everserve.memory.weights.slots import MemorySlots
 from everserve.model.expert_half import ExpertHalf
 from everserve.model.ops import ShardWeights
+from everserve.model.weights import shard_at
 from everserve.tables.ids import Incarnation, Rank
 from everserve.tables.memory import MemoryName
 from everserve.tables.slots import EMPTY, FailedFill, Fill, Place, SeatSlots, Source
@@ -86,24 +87,17 @@ class HostPlaces:
     def drain(self) -> None: ...
 
     def num_bytes(self, call_index: int, expert: int) -> int:
-        config = self._experts.config
-        itemsize = self._experts.dtype(self._layers[call_index], expert).itemsize
-        return config.cuts[call_index].num_weights(config.hidden_size) * itemsize
+        return self._experts.form(self._layers[call_index], expert).num_bytes
 
     def _views(self, layer: int, at: InMemory, expert: int) -> ShardWeights:
-        config, dtype = self._experts.config, self._experts.dtype(layer, expert)
-        cut = config.cuts[at.place.call_index]
-        hidden, inner = config.hidden_size, cut.shard_size
+        config, form = self._experts.config, self._experts.form(layer, expert)
         start = at.memory.plan.offset(at.place)
-        data = at.memory.data[start : start + cut.num_weights(hidden) * dtype.itemsize]
+        data = at.memory.data[start : start + form.num_bytes]
         with warnings.catch_warnings():
             # The memory of another seat cannot be written to, which torch cannot express.
             warnings.simplefilter("ignore")
             numbers = torch.from_numpy(data)
-        weights = numbers.view(dtype)
-        gate, up, down = weights[: 3 * inner * hidden].view(3, inner * hidden)
-        biases = weights[3 * inner * hidden :] if cut.has_bias else None
-        return ShardWeights(gate.view(inner, hidden), up.view(inner, hidden), down.view(hidden, inner), biases)
+        return shard_at(form, numbers, config.hidden_size, config.cuts[at.place.call_index].shard_size)
 
     # -- copies ----------------------------------------------------------------------------------
 
@@ -129,10 +123,7 @@ class HostPlaces:
     def copy_from_files(self, call_index: int, expert: int, to: int, rest_percent: int = 0) -> int:
         """The checksum, of what is there then."""
         checksum = end = 0
-        for part in self._experts.tensors(self._layers[call_index], expert):
-            if part is None:  # the model has no biases
-                continue
-            tensor = part.contiguous()  # a slice's `down` is some of the columns in the file
+        for tensor in self._experts.tensors(self._layers[call_index], expert).parts():
             num_bytes, address = tensor.nbytes, tensor.data_ptr()
             assert num_bytes % 8 == 0, "an expert's matrices are whole words"
             checksum += copying.copy(to + end, address, num_bytes, first_word=end // 8, rest_percent=rest_percent)

@@ -44,6 +44,7 @@ from everserve.model.ops import (
     Scores,
     ShardWeights,
 )
+from everserve.model.quantised import Matrix, QuantisedMatrix
 from everserve.model.rope import Rotation
 from everserve.model.spec import Activation, ActivationKind, Norm, Router, Score
 from everserve.model.whole_layers import LayerWeights, WholeLayers
@@ -52,6 +53,7 @@ from everserve.native.structs import source
 from everserve.procs.host import num_cores
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum dtype in csrc/ops/gemm.h
+QUANTISED = 3
 KEY_TILE = 16  # csrc/ops/attention.c (TILE): block and head sizes are multiples of it
 MAX_HEAD_SIZE = source("ops", "attention.h").constants["MAX_HEAD_SIZE"]
 MAX_EXPERTS = source("ops", "route.c").constants["MAX_EXPERTS"]
@@ -135,8 +137,10 @@ def set_num_threads(num_threads: int, spin_us: float | None = None) -> None:
     _load().es_set_threads(_set_threads_args(num_threads, spin_us))
 
 
-def matrix_facts(weight: Tensor) -> tuple[int, int, int, int]:
-    """Rows, columns, elements from row to row, dtype code."""
+def matrix_facts(weight: Matrix) -> tuple[int, int, int, int]:
+    """Rows, columns, elements from row to row, dtype code. Of a quantised one the rest is in C's struct."""
+    if isinstance(weight, QuantisedMatrix):
+        return *weight.shape, 0, QUANTISED
     facts: tuple[int, int, int, int]
     try:
         facts = weight.native_facts  # type: ignore[attr-defined]
@@ -220,7 +224,7 @@ class NativeExpertSlots:
         inner_size, hidden_size, gate_stride, dtype = matrix_facts(gate_FD)
         up_stride, down_stride = matrix_facts(up_FD)[2], matrix_facts(down_DF)[2]
         assert up_FD.shape == gate_FD.shape and down_DF.shape == (hidden_size, inner_size)
-        assert up_FD.dtype is down_DF.dtype is gate_FD.dtype
+        assert matrix_facts(up_FD)[3] == matrix_facts(down_DF)[3] == dtype
         if all(w is None for w in self._weights):
             self.hidden_size, self.inner_size = hidden_size, inner_size
         assert (hidden_size, inner_size) == (self.hidden_size, self.inner_size), "experts of one layer have one size"
@@ -282,6 +286,7 @@ class NativeOps(Composed):
     device = torch.device("cpu")
     activation_dtype = torch.float32
     batch_invariant = True
+    reads_quantised = True
     is_captured = False
 
     def __init__(self, num_threads: int = 1, spin_us: float | None = None) -> None:
@@ -330,7 +335,7 @@ class NativeOps(Composed):
     def linear(
         self,
         x_TD: Tensor,
-        weight_OD: Tensor,
+        weight_OD: Matrix,
         bias_O: Tensor | None = None,
         residual_TO: Tensor | None = None,
         scale: float = 1.0,

@@ -33,6 +33,7 @@ from everserve.model.ops import (
     Scores,
     ShardWeights,
 )
+from everserve.model.quantised import Matrix, decoded
 from everserve.model.rope import Rotation
 from everserve.model.spec import Activation, ActivationKind, Norm, Router, Score
 
@@ -44,10 +45,12 @@ class ReferenceSlots:
         self.num_slots = num_slots
         self._device = device
         self._activation = activation
-        self._weights: list[ShardWeights | None] = [None] * num_slots
+        self._weights: list[tuple[Tensor, Tensor, Tensor, Tensor | None] | None] = [None] * num_slots
 
     def fill(self, slot: int, weights: ShardWeights) -> None:
-        self._weights[slot] = ShardWeights(*(one.to(self._device) if one is not None else None for one in weights))  # type: ignore[arg-type]
+        gate, up, down, biases = weights.decoded()
+        biases = biases.to(self._device) if biases is not None else None
+        self._weights[slot] = gate.to(self._device), up.to(self._device), down.to(self._device), biases
 
     def clear(self, slot: int) -> None:
         self._weights[slot] = None
@@ -55,11 +58,12 @@ class ReferenceSlots:
     def apply(self, slot: int, x_RD: Tensor) -> Tensor:
         weights = self._weights[slot]
         assert weights is not None, f"slot {slot} is empty"
-        gate_FD, up_FD, down_DF = (weight.float() for weight in weights[:3])
+        *matrices, biases = weights
+        gate_FD, up_FD, down_DF = (matrix.float() for matrix in matrices if matrix is not None)
         gate_F = up_F = down_D = None
-        if weights.biases is not None:
+        if biases is not None:
             sizes = [len(gate_FD), len(up_FD), len(down_DF)]
-            gate_F, up_F, down_D = torch.split(weights.biases.float()[: sum(sizes)], sizes)
+            gate_F, up_F, down_D = torch.split(biases.float()[: sum(sizes)], sizes)
         return linear(
             _activated(linear(x_RD, gate_FD, gate_F), linear(x_RD, up_FD, up_F), self._activation), down_DF, down_D
         )
@@ -73,7 +77,8 @@ class ReferenceHeadSlots:
         self.weights: list[HeadWeights | None] = [None] * num_slots
 
     def fill(self, slot: int, weights: HeadWeights) -> None:
-        self.weights[slot] = weights
+        q_XD, k_ED, v_ED = (decoded(matrix) for matrix in weights[:3])
+        self.weights[slot] = weights._replace(q_XD=q_XD, k_ED=k_ED, v_ED=v_ED)
 
     def clear(self, slot: int) -> None:
         self.weights[slot] = None
@@ -84,6 +89,7 @@ class ReferenceOps(Composed):
 
     name = "reference"
     activation_dtype = torch.float32
+    reads_quantised = False  # those of slots are decoded when they are filled
     is_captured = False
 
     def __init__(self, device: str | torch.device = "cpu", batch_invariant: bool = False) -> None:
@@ -93,12 +99,12 @@ class ReferenceOps(Composed):
     def linear(
         self,
         x_TD: Tensor,
-        weight_OD: Tensor,
+        weight_OD: Matrix,
         bias_O: Tensor | None = None,
         residual_TO: Tensor | None = None,
         scale: float = 1.0,
     ) -> Tensor:
-        weight, bias = weight_OD.float(), None if bias_O is None else bias_O.float()
+        weight, bias = decoded(weight_OD).float(), None if bias_O is None else bias_O.float()
         y_TO = self._by_rows(lambda x: linear(x, weight, bias), x_TD)
         y_TO = y_TO if scale == 1.0 else y_TO * scale
         return y_TO if residual_TO is None else y_TO + residual_TO

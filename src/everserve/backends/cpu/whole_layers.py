@@ -28,6 +28,7 @@ from everserve.backends.cpu.remote_experts import RemoteExperts, SeamInC
 from everserve.model.batch import StepBatch
 from everserve.model.masks import ExpertMasks
 from everserve.model.ops import ExpertSlots
+from everserve.model.quantised import Matrix
 from everserve.model.whole_layers import LayerWeights, Register, Step, StepKind
 from everserve.native.structs import source
 from everserve.seam.experts import Experts
@@ -225,7 +226,7 @@ def _layer_fields(layer: LayerWeights, steps: "ctypes.Array[ctypes.c_char]") -> 
     ]  # fmt: skip
 
 
-def _matrix(weight: Tensor | None) -> tuple[int, int, int, int]:
+def _matrix(weight: Matrix | None) -> tuple[int, int, int, int]:
     """struct weight."""
     if weight is None:
         return _NO_WEIGHT

@@ -93,7 +93,7 @@ class SeatWeights:
         places = [(index, expert) for index, cut in enumerate(model.cuts) for expert in range(cut.num_shards)]
         progress = device.loading.part("experts")
         for done, (index, expert) in enumerate(places):
-            arena.fill(index, expert, *weights.shard(weights.layout.shard(model.call_layers[index], expert)))
+            arena.fill(index, expert, *weights.shard(weights.layout.shard(model.call_layers[index], expert)).decoded())
             progress(done + 1, len(places))
 
     def complete(self) -> None:

@@ -43,7 +43,7 @@ class ExpertFiles:
         source = self._device.start.settings.model
         check_unchanged(source.directory, source.fingerprint)
         weights = self._weights.shard(self._sources(call_index, expert))
-        return [part for part in weights if part is not None]
+        return [part for part in weights.decoded() if part is not None]
 
     def _sources(self, call_index: int, expert: int) -> FeedForwardSources:
         return self._weights.layout.shard(self._device.model.call_layers[call_index], expert)

@@ -103,7 +103,7 @@ class SeatExperts:
         begun = [(fill, at) for fill, at in places if self.table.begin(at)]
         for fill, at in begun:
             sources = weights.layout.shard(device.model.call_layers[fill.call_index], fill.expert)
-            self.arena.fill(at.call_index, at.slot, *weights.shard(sources))
+            self.arena.fill(at.call_index, at.slot, *weights.shard(sources).decoded())
         for (fill, at), checksum in zip(begun, self._checksums([at for _, at in begun]), strict=True):
             self.table.complete(at, fill.expert, checksum)
             self.table.end(at)

@@ -99,7 +99,7 @@ class Needs:
     def backup(self, host: int = 0) -> tuple[MemoryName, MemoryName]:
         """Every expert in the slot of its own number, and the table of these slots: once on each host. All expert
         workers there have it, so that it outlives each of them."""
-        plan = ExpertMemoryPlan.of(self.model, self._dtype, [cut.num_shards for cut in self.model.cuts])
+        plan = self._expert_plan([cut.num_shards for cut in self.model.cuts])
         table_bytes = state_bytes(plan.num_layers, plan.num_slots)
         return (
             MemoryName(kind=Kind.BACKUP, owners=(), num_bytes=plan.num_bytes, host=host),
@@ -197,7 +197,7 @@ class Needs:
         """The size of the memory for this seat's weights on its device."""
         seat = _seat(goal, rank)
         if self._has_experts_in_memory(seat):
-            return ExpertMemoryPlan.of(self.model, self._dtype, self._num_slots).num_bytes
+            return self._expert_plan(self._num_slots).num_bytes
         num_slots = self.model.max_shards if Role.ATTENTION in seat.roles else self.num_ffn_slots
         return WeightsPlan.of(self.model, seat.roles, num_slots).num_bytes
 
@@ -237,12 +237,13 @@ class Needs:
         """The slots of an expert worker, in each call."""
         return self.capacity.slots(len(self.model.calls))
 
-    @property
-    def _dtype(self) -> str:
-        """The widest that experts are kept in."""
+    def _expert_plan(self, num_slots: Sequence[int]) -> ExpertMemoryPlan:
+        """Experts in host memory. On a GPU they are decoded."""
+        source = self.settings.model
         if self.settings.compute.device == "cuda":
-            return "bfloat16"
-        return self.model.dtype if self.settings.model.dtype == "auto" else self.settings.model.dtype
+            return ExpertMemoryPlan.of(self.model, "bfloat16", num_slots)
+        dtype = self.model.dtype if source.dtype == "auto" else source.dtype
+        return ExpertMemoryPlan.of(self.model, dtype, num_slots, source.shard_bytes)
 
     def _slots(self, goal: Goal, rank: Rank) -> SeatSlots | None:
         """The initial contents of an expert worker's slots; None for all other workers."""

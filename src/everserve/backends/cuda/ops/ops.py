@@ -34,6 +34,7 @@ from everserve.model.ops import (
     Scores,
     ShardWeights,
 )
+from everserve.model.quantised import Matrix, decoded
 from everserve.model.rope import Rotation
 from everserve.model.shard_choice import Choice
 from everserve.model.spec import Activation, Norm, Router
@@ -73,7 +74,7 @@ class ArenaSlots:
             self.arena = ExpertArena(
                 gate_up, down, num_layers=1, num_slots=self.num_slots, activation=self._activation, biases=biases
             )
-        self.arena.fill(0, slot, *weights)
+        self.arena.fill(0, slot, *weights.decoded())
 
     def clear(self, slot: int) -> None:
         """Nothing to do: the tables do not route rows to an empty slot."""
@@ -87,6 +88,7 @@ class CudaOps:
     name = "cuda"
     activation_dtype = torch.float32
     batch_invariant = True
+    reads_quantised = False
     is_captured = True
 
     def __init__(
@@ -148,7 +150,7 @@ class CudaOps:
     def project_and_store(
         self,
         x_TD: Tensor,
-        qkv_XD: Tensor,
+        qkv_XD: Matrix,
         bias_X: Tensor | None,
         batch: StepBatch,
         kv_pool: Tensor,
@@ -158,7 +160,7 @@ class CudaOps:
         num_kv_heads, head_size = kv_pool.shape[3], kv_pool.shape[5]
         num_heads = qkv_XD.shape[0] // head_size - 2 * num_kv_heads
         return rows.rotate_and_store(
-            self._linear(qkv_XD, bias_X).sums(x_TD, self.words.stop),
+            self._linear(decoded(qkv_XD), bias_X).sums(x_TD, self.words.stop),
             batch.positions_T, batch.kv_slots_T, kv_pool, layer, rotation, num_heads, self.words.stop,
             self._one_by_one,
         )  # fmt: skip
@@ -185,13 +187,13 @@ class CudaOps:
     def project_and_norm(
         self,
         x_TX: Tensor,
-        weight_DX: Tensor,
+        weight_DX: Matrix,
         bias_D: Tensor | None,
         residual_TD: Tensor,
         join: Join,
         following: NextNorm | None,
     ) -> tuple[Tensor, Tensor]:
-        linear, stop = self._linear(weight_DX, bias_D), self.words.stop
+        linear, stop = self._linear(decoded(weight_DX), bias_D), self.words.stop
         if join.norm_D is None and join.scale == 1.0:
             if following is None:
                 whole_TD = linear(x_TX, stop, residual_TO=residual_TD)

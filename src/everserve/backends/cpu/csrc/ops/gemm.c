@@ -2,20 +2,10 @@
 
 #include "gemm.h"
 
-/* Weights that will be needed soon are fetched into the second-level cache while others are computed with: each row is
-   too short for the hardware to recognise a stream. While a panel of weights is used, once for every MR rows of a, the
-   next panel is fetched, a part in each of these passes: memory is neither idle nor waited for.
+#include <stdbool.h>
 
-       rows 0..3    panel 0: tile tile tile tile    fetched meanwhile: the first third of panel 1
-       rows 4..7             tile tile tile tile                       the second
-       rows 8..11            tile tile tile tile                       the last
-
-   With one pass a panel is a tile. */
-struct ahead {
-    const char *following, *end; /* what is to be fetched in this pass, and where all weights end */
-    size_t column_bytes;         /* of `following`, fetched for each column of the panel in this pass */
-    size_t step_bytes;           /* likewise for each step along k, for NR columns */
-};
+#include "ahead.h"
+#include "gemm_quantised.h"
 
 #define WEIGHT float
 #define LOAD load_f32
@@ -32,6 +22,7 @@ struct ahead {
 #define NAME(x) x##_f16
 #include "gemm.inc.h"
 
+
 #define PANEL_FLOATS 8192          /* 32 KiB: half of the first-level cache here, all of it on older x86 */
 #define MIN_COLUMNS 8              /* of a panel, for each of which the rows of a come from the second-level cache */
 #define WIDENED_FLOATS 32768       /* of stack, for a panel of half precision weights widened once for many rows */
@@ -40,6 +31,8 @@ struct ahead {
 #else
 #define MIN_ROWS_TO_WIDEN (3 * MR)
 #endif
+
+#define DECODED_FLOATS 131072      /* of stack, of which a product touches what it needs */
 
 static size_t panel_columns(size_t k) {
     size_t columns = k ? PANEL_FLOATS / k / NR * NR : NR;
@@ -56,6 +49,7 @@ void widen(const void *from, enum dtype dtype, size_t n, float *to) {
         case F16:
             for (; i + VW <= n; i += VW) store_f32(to + i, load_f16((const f16 *)from + i));
             break;
+        case QUANTISED: return; /* never on its own */
     }
     uint16_t tail[VW] = {0};
     memcpy(tail, (const uint16_t *)from + i, (n - i) * sizeof(uint16_t));
@@ -65,28 +59,55 @@ void widen(const void *from, enum dtype dtype, size_t n, float *to) {
 
 /* While columns before `first` are computed with, those from there on are fetched, in so many passes. */
 static struct ahead fetch(struct matrix w, size_t first, size_t n, size_t num_passes) {
+    if (w.dtype == QUANTISED) {
+        const struct quantised *q = w.data;
+        const char *codes = (const char *)q->codes + w.first * (size_t)q->stride;
+        size_t bits = q->kind <= INT8 ? 8 : 4, stride = (size_t)q->stride;
+        return (struct ahead){codes + first * stride, codes + n * stride, stride / num_passes,
+                              NR * SUM_WIDTH * bits / 8 / num_passes};
+    }
     size_t element = w.dtype == F32 ? 4 : 2;
     return (struct ahead){matrix_from(w, first).data, matrix_from(w, n).data, w.stride * element / num_passes,
                           NR * SUM_WIDTH * element / num_passes};
 }
 
-static void gemm_widened(struct rows a, size_t m, struct matrix w, size_t n, size_t k, struct rows c) {
-    float widened[WIDENED_FLOATS];
-    size_t columns = panel_columns(k);
+static void widen_row(struct matrix w, size_t row, size_t k, float *to) {
+    if (w.dtype == QUANTISED) widen_quantised(w.data, w.first + row, k, to);
+    else widen(matrix_from(w, row).data, w.dtype, k, to);
+}
+
+/* With so many columns at once, in this memory. */
+static void gemm_with(float *widened, size_t columns, struct rows a, size_t m, struct matrix w, size_t n, size_t k,
+                      struct rows c) {
     for (size_t j = 0; j < n; j += columns) {
         size_t count = smaller(n - j, columns);
-        for (size_t r = 0; r < count; r++) widen(matrix_from(w, j + r).data, w.dtype, k, widened + r * k);
+        for (size_t r = 0; r < count; r++) widen_row(w, j + r, k, widened + r * k);
         struct rows out = columns_from(c, j);
         panel_f32(&a, m, widened, k, count, k, &out, fetch(w, j + count, n, (m + MR - 1) / MR));
     }
 }
 
+static void gemm_widened(struct rows a, size_t m, struct matrix w, size_t n, size_t k, struct rows c) {
+    float widened[WIDENED_FLOATS];
+    gemm_with(widened, panel_columns(k), a, m, w, n, k, c);
+}
+
+static void gemm_decoded(struct rows a, size_t m, struct matrix w, size_t n, size_t k, struct rows c) {
+    float decoded[DECODED_FLOATS];
+    gemm_with(decoded, MIN_COLUMNS * k <= DECODED_FLOATS ? panel_columns(k) : NR, a, m, w, n, k, c);
+}
+
 void gemm(struct rows a, size_t m, struct matrix w, size_t n, size_t k, struct rows c) {
-    if (w.dtype != F32 && m >= MIN_ROWS_TO_WIDEN && MIN_COLUMNS * k <= WIDENED_FLOATS) {
+    bool is_quantised = w.dtype == QUANTISED;
+    if (is_quantised && m > MOST_FUSED && NR * k <= DECODED_FLOATS) {
+        gemm_decoded(a, m, w, n, k, c);
+        return;
+    }
+    if (!is_quantised && w.dtype != F32 && m >= MIN_ROWS_TO_WIDEN && MIN_COLUMNS * k <= WIDENED_FLOATS) {
         gemm_widened(a, m, w, n, k, c);
         return;
     }
-    size_t num_passes = (m + MR - 1) / MR, columns = num_passes > 1 ? panel_columns(k) : n;
+    size_t rows_at_once = is_quantised ? MOST_FUSED : MR, num_passes = (m + rows_at_once - 1) / rows_at_once, columns = num_passes > 1 ? panel_columns(k) : n;
     size_t tile_columns = 2 * m <= MR ? 2 * NR : NR;
     for (size_t j = 0; j < n; j += columns) {
         size_t count = smaller(n - j, columns);
@@ -97,6 +118,7 @@ void gemm(struct rows a, size_t m, struct matrix w, size_t n, size_t k, struct r
             case F32: panel_f32(&a, m, part, w.stride, count, k, &out, ahead); break;
             case BF16: panel_bf16(&a, m, part, w.stride, count, k, &out, ahead); break;
             case F16: panel_f16(&a, m, part, w.stride, count, k, &out, ahead); break;
+            case QUANTISED: panel_quantised(&a, m, w.data, w.first + j, count, k, &out, ahead); break;
         }
     }
 }

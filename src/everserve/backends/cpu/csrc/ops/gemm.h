@@ -7,9 +7,10 @@
 
 #pragma once
 
+#include "quantised.h"
 #include "simd.h"
 
-enum dtype { F32 = 0, BF16 = 1, F16 = 2 };
+enum dtype { F32 = 0, BF16 = 1, F16 = 2, QUANTISED = 3 };
 
 /* Rows of floats: row i is at base + (index ? index[i] : i) * stride. An index spares a gather or scatter. */
 struct rows {
@@ -18,11 +19,13 @@ struct rows {
     size_t stride;
 };
 
-/* A weight matrix in place: row j is at data + j * stride elements. */
+/* A weight matrix in place: row j is at data + j * stride elements. QUANTISED: data is a struct quantised, and row 0 is
+   its row `first`. */
 struct matrix {
     const void *data;
     size_t stride;
     enum dtype dtype;
+    size_t first;
 };
 
 ALWAYS_INLINE float *row(const struct rows *rows, size_t i) {
@@ -41,6 +44,10 @@ ALWAYS_INLINE struct rows columns_from(struct rows rows, size_t first) {
 }
 
 ALWAYS_INLINE struct matrix matrix_from(struct matrix w, size_t first_row) {
+    if (w.dtype == QUANTISED) {
+        w.first += first_row;
+        return w;
+    }
     size_t element = w.dtype == F32 ? 4 : 2;
     w.data = (const char *)w.data + first_row * w.stride * element;
     return w;
