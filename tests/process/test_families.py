@@ -15,6 +15,7 @@ from everserve_bench.load import Ask
 from tests.support import cluster as c
 from tests.support.families import FAMILIES, VOCAB_SIZE, family_directory
 from tests.support.models import transformers_model
+from tests.support.quantised import quantised_twins
 
 NUM_PROMPT, NUM_GREEDY = 300, 24  # more than windows and chunks
 PROMPT = torch.randint(3, VOCAB_SIZE, (NUM_PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -138,3 +139,28 @@ def test_latent_rows_of_a_dead_worker_come_from_its_log(serving, flags, one):
         restored = [event for event in server.events() if event["event"] == "stream_restored"]
         assert restored and all(event["num_restored"] >= 200 for event in restored), restored
         assert all(event["num_recomputed"] <= 2 for event in restored), restored
+
+
+@pytest.mark.parametrize(
+    ("family", "codec", "flags", "one"),
+    [
+        ("deepseek-v3", "fp8-blocks", ("-dp", "2", "--enable-expert-parallel", "--weights", "memory"), ()),
+        ("qwen3-moe", "awq", ("-tp", "3"), ("-tp", "1")),
+    ],
+)
+def test_quantised_models_are_their_decoded_twins(start_server, tmp_path, family, codec, flags, one):
+    """Token for token, in other places and of other degrees, and when a worker dies."""
+    coded, twin = quantised_twins(family, codec, tmp_path)
+    asks = [Ask(prompt=PROMPT[i : i + 150], max_tokens=200, params={"temperature": 0.0}) for i in range(4)]
+    with start_server("--served-model-name", "it", *one, *c.PATIENT, model=str(twin)) as server:
+        server.model = "it"
+        alone = c.run_all(server, asks)
+    with start_server("--served-model-name", "it", *flags, *c.PATIENT, model=str(coded)) as server:
+        server.model = "it"
+        assert c.run_all(server, asks) == alone
+        c.wait_whole(server)
+        fault = c.Fault(server, 1, signal.SIGKILL)
+        streams = c.run_with(server, asks, lambda streams: all(len(s.token_ids) > 40 for s in streams), fault)
+        fault.assert_landed()
+        c.assert_equal(streams, alone)
+        c.wait_whole(server)

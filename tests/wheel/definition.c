@@ -84,6 +84,56 @@ static void check_linear(void (*linear)(const struct linear_args *), enum dtype 
     free(x), free(y), free(w), free(weights);
 }
 
+/* Of a quantised weight: its codes are made one by one, and so are the numbers that they mean. */
+static float code(enum codes kind, size_t i, uint8_t *row) {
+    uint8_t bits = (uint8_t)random();
+    if (kind == E4M3 && (bits & 127) == 127) bits = 8;
+    if (kind == E4M3 || kind == INT8) row[i] = bits;
+    else row[i / 32 * 16 + i % 16] |= (uint8_t)((bits & 15) << (i % 32 / 16 * 4));
+    static const float floats[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+    switch (kind) {
+        case INT8: return (float)(int8_t)bits;
+        case INT4: return (float)(bits & 15);
+        case E2M1: return bits & 8 ? -floats[bits & 7] : floats[bits & 7];
+        default: break;
+    }
+    int exponent = bits >> 3 & 15;
+    float x = ldexpf((float)(exponent ? 8 + (bits & 7) : bits & 7), (exponent ? exponent : 1) - 10);
+    return bits & 128 ? -x : x;
+}
+
+static float rounded(enum dtype dtype, float x) {
+    uint32_t bits = (uint32_t)f32_to_bf16(x) << 16;
+    if (dtype == BF16) memcpy(&x, &bits, sizeof x);
+    return dtype == F16 ? f16_to_f32(f32_to_f16(x)) : x;
+}
+
+static void check_quantised(void (*linear)(const struct linear_args *), enum codes kind, enum dtype dtype, size_t m,
+                            size_t n, size_t k, size_t group) {
+    size_t stride = (k + 31) / 32 * 32, num_groups = (k + group - 1) / group;
+    float *x = malloc(m * k * sizeof(float)), *y = malloc(m * n * sizeof(float)), *w = malloc(n * k * sizeof(float));
+    float *scales = malloc(n * num_groups * sizeof(float));
+    uint8_t *codes = calloc(n, stride);
+    int8_t *zeros = malloc(n * num_groups);
+    for (size_t i = 0; i < m * k; i++) x[i] = number();
+    for (size_t i = 0; i < n * num_groups; i++) scales[i] = number(), zeros[i] = (int8_t)(random() % 16);
+    for (size_t j = 0; j < n; j++)
+        for (size_t i = 0; i < k; i++) {
+            size_t at = j * num_groups + i / group;
+            float zero = kind == INT8 || kind == INT4 ? zeros[at] : 0;
+            w[j * k + i] = rounded(dtype, (code(kind, i, codes + j * stride) - zero) * scales[at]);
+        }
+    struct quantised q = {.codes = codes, .scales = scales, .zeros = zeros, .stride = (int64_t)stride,
+                          .scale_stride = (int64_t)num_groups, .rows_per_scale = 1, .group = (int64_t)group,
+                          .kind = kind, .scale_dtype = F32, .dtype = dtype};
+    if (kind == E4M3 || kind == E2M1) q.zeros = NULL;
+    linear(&(struct linear_args){.x = x, .weight = &q, .out = y, .num_rows = (int64_t)m, .num_columns = (int64_t)n,
+                                 .k = (int64_t)k, .dtype = QUANTISED, .scale = 1});
+    for (size_t i = 0; i < m; i++)
+        for (size_t j = 0; j < n; j++) expect("a quantised product", dot(x + i * k, w + j * k, k), y[i * n + j]);
+    free(x), free(y), free(w), free(scales), free(codes), free(zeros);
+}
+
 static void check_norm(void (*norm)(const struct norm_args *), size_t k) {
     float x[MOST], w[MOST], y[MOST], eps = 1e-5f;
     for (size_t i = 0; i < k; i++) x[i] = number(), w[i] = number();
@@ -108,6 +158,13 @@ int main(int num, char **arguments) {
                 for (int dtype = F32; dtype <= F16; dtype++)
                     check_linear(linear, (enum dtype)dtype, rows[r], columns[c], sizes[s]);
     }
+    for (int kind = E4M3; kind <= E2M1; kind++)
+        for (int dtype = F32; dtype <= F16; dtype++)
+            for (size_t r = 0; r < sizeof rows / sizeof *rows; r++) {
+                check_quantised(linear, (enum codes)kind, (enum dtype)dtype, rows[r], 22, 100, 32);
+                check_quantised(linear, (enum codes)kind, (enum dtype)dtype, rows[r], 9, 15, 64);
+                check_quantised(linear, (enum codes)kind, (enum dtype)dtype, rows[r], 5, MOST, MOST);
+            }
     printf("%d wrong\n", num_wrong);
     return num_wrong != 0;
 }

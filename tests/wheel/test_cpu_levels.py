@@ -1,6 +1,7 @@
 """Every instruction set computes the same bits: a stream may be computed on any CPU of an architecture."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -9,10 +10,12 @@ from torch import Tensor
 from everserve.backends.cpu import ops as native
 from everserve.model.bundled import DEMO_MODEL
 from everserve.model.choosing import Draw
+from everserve.model.forms import Codes, Form
 from everserve.model.spec import Norm
 from everserve.native import levels, libraries, library
 from tests.support.batches import PagedSequences
 from tests.support.experts import routed
+from tests.support.quantised import random_matrix
 
 USABLE = levels.usable(library("cpu"))
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -83,6 +86,18 @@ def test_linear(compare, dtype, numbers):
             for m in (1, 2, 5, 6, 13, 60):
                 x, residual = numbers(m, k), numbers(m, n)
                 compare(lambda ops, x=x, w=weight, r=residual: [ops.linear(x, w, w[:, 0].contiguous(), r).nan_to_num()])
+
+
+@pytest.mark.parametrize("kind", Codes)
+def test_quantised(compare, kind):
+    generator = torch.Generator().manual_seed(kind)
+    for (k, group), dtype in product([(1, 1), (37, 64), (160, 32), (700, 700)], ("bfloat16", "float16", "float32")):
+        scale_dtype = "uint8" if kind is Codes.E2M1 else "float16"
+        weight = random_matrix(Form(kind, 13, k, group, 1, 0, scale_dtype, kind is Codes.INT4, dtype), generator)
+        for m in (1, 2, 5, 20):
+            x = torch.randn(m, k)
+            compare(lambda ops, x=x, w=weight: [ops.linear(x, w), ops.linear(x, w.decode())])
+            assert torch.equal(*(native.NativeOps(num_threads=1).linear(x, w) for w in (weight, weight.decode())))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -17,7 +17,7 @@ NEVER_SUGGESTED = ("enable-chaos",)
 # What to do -> the flags it is said of.
 _INSTEAD = {
     "what weights are quantised with is read from config.json; leave it out": (
-        *("quantization", "quantization-config", "allow-deprecated-quantization"),
+        *("quantization-config", "allow-deprecated-quantization"),
     ),
     "the KV cache has the dtype of --dtype; leave it out": (
         *("kv-cache-dtype", "kv-cache-dtype-skip-layers", "calculate-kv-scales"),
@@ -130,7 +130,6 @@ _INSTEAD = {
 }
 HINTS = {flag: instead for instead, flags in _INSTEAD.items() for flag in flags}
 _SHORT = {
-    "-q": "quantization",
     "-pp": "pipeline-parallel-size",
     "-dcp": "decode-context-parallel-size",
     "-pcp": "prefill-context-parallel-size",

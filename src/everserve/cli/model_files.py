@@ -48,6 +48,12 @@ def check_model(source: ModelSource) -> ModelSource:
     if source.load_format != "dummy":
         headers = Headers.read(directory)
         check_headers(config, headers)
+        if source.quantization not in (None, headers.method):
+            said = headers.method or "that weights are not quantised"
+            raise ConfigError(
+                f"--quantization {source.quantization}: {directory / 'config.json'} says {said},"
+                " and weights are not quantised anew; leave it out"
+            )
         sizes = shard_bytes(config, headers, source.dtype)
     if not has_tokenizer(directory):
         raise ModelError(f"there is no tokenizer in {directory}: tokenizer.json is missing; download it, too")

@@ -5,6 +5,7 @@ from typing import Annotated
 from everserve.config.base import Config, Flag
 
 _SHORT_DTYPES = {"float": "float32", "half": "float16"}  # as vLLM's users may write them
+_KERNELS = {"awq_marlin": "awq", "gptq_marlin": "gptq"}  # names of vLLM's kernels -> what they are for
 
 
 class ModelSource(Config, frozen=True, kw_only=True):
@@ -19,6 +20,16 @@ class ModelSource(Config, frozen=True, kw_only=True):
             parse=lambda name: _SHORT_DTYPES.get(name, name),
         ),
     ] = "auto"
+    quantization: Annotated[
+        str | None,
+        Flag(
+            "fp8, mxfp4, compressed-tensors, awq or gptq: what config.json says that weights are quantised with. It is"
+            " only checked.",
+            short="-q",
+            choices=("fp8", "mxfp4", "compressed-tensors", "awq", "gptq", *_KERNELS),
+            parse=lambda name: _KERNELS.get(name, name),
+        ),
+    ] = None
     load_format: Annotated[
         str,
         Flag(

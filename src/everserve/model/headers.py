@@ -88,6 +88,11 @@ class Headers:
                 )
         return cls(directory, {name: files[file][name] for name, file in weight_map.items()}, quantisation)
 
+    @property
+    def method(self) -> str | None:
+        """What weights are quantised with, as config.json names it."""
+        return self._quantisation.method if self._quantisation is not None else None
+
     def names(self) -> frozenset[str]:
         return self._names
 

@@ -19,6 +19,7 @@ from everserve.model.forms import UNIT, Codes, Form, padded
 from everserve.native.structs import source
 
 _DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "uint8": 4}  # enum dtype, E8M0
+_E4M3_TINY, _TINY = 4, 2.0**-117  # enum codes
 _descriptor = source("ops", "quantised.h").packer("quantised")
 _INTEGERS = torch.arange(16.0)
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -55,11 +56,17 @@ class QuantisedMatrix:
     def _packed(self) -> Tensor:
         form = self.form
         zeros = self.zeros.data_ptr() if self.zeros is not None else 0
+        dtypes = _DTYPES[form.scale_dtype], _DTYPES[form.dtype]
         packed = _descriptor.pack(
             self.codes.data_ptr(), self.scales.data_ptr(), zeros, self.codes.stride(0), form.scales_shape[1],
-            form.rows_per_scale, form.first_row, form.group, form.kind, _DTYPES[form.scale_dtype], _DTYPES[form.dtype],
+            form.rows_per_scale, form.first_row, form.group, self._kind_in_c, *dtypes,
         )  # fmt: skip
         return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+
+    @property
+    def _kind_in_c(self) -> int:
+        is_tiny = self.form.kind is Codes.E4M3 and bool(((self.scales.abs() < _TINY) & (self.scales != 0)).any())
+        return _E4M3_TINY if is_tiny else self.form.kind
 
     def data_ptr(self) -> int:
         """Where C reads what it is: a struct quantised, which lives as long as this object."""

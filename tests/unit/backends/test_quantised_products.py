@@ -41,7 +41,9 @@ def test_every_code_and_every_exponent() -> None:
     """Subnormal numbers of every format, and scales at both ends; fp8's two NaN are left out."""
     codes = torch.arange(256, dtype=torch.uint8)
     one = torch.ones(1, 1)
-    for dtype, kind, scale in product(DTYPES, (Codes.E4M3, Codes.INT8), (1e-38, 3e-7, 0.1, 1 / 3, 77.0, 1e30)):
+    for dtype, kind, scale in product(
+        DTYPES, (Codes.E4M3, Codes.INT8), (0.0, 1e-44, 1e-38, 1e-35, 3e-7, 0.1, 1 / 3, -77.0, 1e30)
+    ):
         some = codes[(codes & 127) != 127] if kind is Codes.E4M3 else codes
         form = Form(kind, len(some), 1, 1, len(some), 0, "float32", False, dtype)
         weight = QuantisedMatrix(form, some[:, None], torch.tensor([[scale]]))

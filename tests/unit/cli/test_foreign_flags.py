@@ -28,7 +28,10 @@ def refusal(*flags: str) -> str:
     [
         (("--trust-remote-code",), "--trust-remote-code: no code of a model is ever run; leave it out"),
         (("--reasoning-config", "x"), "--reasoning-config: reasoning is told apart if it is known how it is marked"),
-        (("--quantization=fp8",), "--quantization: what weights are quantised with is read from config.json"),
+        (
+            ("--quantization-config=x",),
+            "--quantization-config: what weights are quantised with is read from config.json",
+        ),
         (("--swap_space", "4"), "--swap_space: the KV cache is not moved to the host"),
         (("--no-enable-chunked-prefill",), "--no-enable-chunked-prefill: prompts are always computed in chunks"),
         (("-pp", "2"), "-pp: layers are not divided into stages"),

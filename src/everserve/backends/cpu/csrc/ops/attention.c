@@ -170,7 +170,7 @@ static void attend_task(void *job, size_t task) {
         while (end < n && first_key(view, s.position[end]) < start + TILE) end++;
         if (first == end) continue;
         size_t block = (size_t)table[start / block_size], offset = start % block_size;
-        struct matrix keys = {kv_row(pool, block, KEYS, head, offset), size, (enum dtype)pool->dtype};
+        struct matrix keys = {kv_row(pool, block, KEYS, head, offset), size, pool->dtype, 0};
         gemm(rows_from(q, first), end - first, keys, TILE, size, rows_from(scores, first));
         for (size_t i = first; i < end; i++) softmax_step(&s, i, keys_of(view, s.position[i], start), view);
         add_values(&s, first, end, start, pool, view, kv_row(pool, block, VALUES, head, offset));

@@ -108,23 +108,27 @@ ALWAYS_INLINE vf look_up(table t, const uint8_t *p, int shift) {
 #endif
 }
 
-/* Where the scale of a row's group is. */
-ALWAYS_INLINE size_t scale_at(const struct quantised *q, size_t row, size_t group) {
-    return ((size_t)q->first_row + row) / (size_t)q->rows_per_scale * (size_t)q->scale_stride + group;
+/* Where the scale of a row's first group is. */
+ALWAYS_INLINE size_t scale_at(const struct quantised *q, size_t row) {
+    return ((size_t)q->first_row + row) / (size_t)q->rows_per_scale * (size_t)q->scale_stride;
 }
 
-ALWAYS_INLINE float scale_of(const struct quantised *q, size_t at) {
+ALWAYS_INLINE float scale_of(const struct quantised *q, int64_t dtype, size_t at) {
     const uint16_t *halves = q->scales;
-    switch (q->scale_dtype) {
+    switch (dtype) {
         case F32: return ((const float *)q->scales)[at];
+#if defined(SIMD_AVX512) || defined(SIMD_AVX2)
+        case F16: return _cvtsh_ss(halves[at]);
+#else
         case F16: return f16_to_f32(halves[at]);
+#endif
         default: break;
     }
     uint32_t bits;
     float scale;
-    if (q->scale_dtype == BF16) bits = (uint32_t)halves[at] << 16;
+    if (dtype == BF16) bits = (uint32_t)halves[at] << 16;
     else bits = (uint32_t)((const uint8_t *)q->scales)[at] << 23;
-    if (q->scale_dtype == E8M0 && !bits) bits = 1 << 22; /* 2^-127 */
+    if (dtype == E8M0 && !bits) bits = 1 << 22; /* 2^-127 */
     memcpy(&scale, &bits, sizeof scale);
     return scale;
 }
@@ -139,22 +143,25 @@ struct factors {
     enum dtype dtype;
 };
 
-ALWAYS_INLINE struct factors factors_of(const struct quantised *q, size_t row, size_t group) {
-    size_t at = scale_at(q, row, group);
-    return (struct factors){splat(scale_of(q, at) * (q->kind == E4M3 ? 0x1p8f : 1.0f)), splat(zero_of(q, at)),
+ALWAYS_INLINE struct factors factors_of(const struct quantised *q, size_t at) {
+    return (struct factors){splat(scale_of(q, q->scale_dtype, at) * (q->kind == INT8 ? 1.0f : 0x1p8f)), splat(zero_of(q, at)),
                             (enum dtype)q->dtype};
 }
 
 static const float INTEGERS[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 static const float FLOATS[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
 
-ALWAYS_INLINE table table_of(const struct quantised *q, size_t row, size_t group) {
-    const float *numbers = q->kind == INT4 ? INTEGERS : FLOATS;
-    size_t at = scale_at(q, row, group);
-    vf scale = splat(scale_of(q, at)), zero = splat(zero_of(q, at));
+/* `kind`, and perhaps `scale_dtype` and `dtype`, are constants at a call. */
+ALWAYS_INLINE table table_of(const enum codes kind, const int64_t scale_dtype, const enum dtype dtype,
+                             const struct quantised *q, size_t at) {
+    vf scale = splat(scale_of(q, scale_dtype, at)), zero = splat(kind == INT4 ? zero_of(q, at) : 0.0f);
     float weights[16];
-    for (int i = 0; i < 16; i += VW)
-        store_f32(weights + i, round_to((enum dtype)q->dtype, (load_f32(numbers + i) - zero) * scale));
+    for (int i = 0; i < 16; i += VW) {
+        vf numbers = load_f32((kind == INT4 ? INTEGERS : FLOATS) + i);
+        /* A power of two times one of FLOATS is a bfloat16. */
+        if (scale_dtype == E8M0 && dtype == BF16) store_f32(weights + i, numbers * scale);
+        else store_f32(weights + i, round_to(dtype, (numbers - zero) * scale));
+    }
     return load_table(weights);
 }
 
@@ -165,3 +172,45 @@ ALWAYS_INLINE vf weights_e4m3(const enum dtype dtype, struct factors f, const ui
 ALWAYS_INLINE vf weights_i8(const enum dtype dtype, struct factors f, const uint8_t *codes, size_t p) {
     return round_to(dtype, (load_i8(codes + p) - f.zero) * f.scale);
 }
+
+/* fp8 to bfloat16, if scales are 0 or not below 2^-117. A weight is one of 16 that have been rounded, by the last bit of
+   the exponent and the fraction, times a power of two: with so large a scale that is exact.
+
+       s eee e fff     sixteen[e fff] * powers[s eee], with a table of its own where eee is 0: there e = 0 is subnormal */
+#if defined(SIMD_AVX512)
+struct e4m3 {
+    __m512 sixteen, first;
+};
+
+static const float SIXTEEN[16] = {
+    0x1p-7f, 0x1.2p-7f, 0x1.4p-7f, 0x1.6p-7f, 0x1.8p-7f, 0x1.ap-7f, 0x1.cp-7f, 0x1.ep-7f,
+    0x1p-6f, 0x1.2p-6f, 0x1.4p-6f, 0x1.6p-6f, 0x1.8p-6f, 0x1.ap-6f, 0x1.cp-6f, 0x1.ep-6f,
+};
+static const float FIRST[16] = {
+    0x0p+0f, 0x1p-9f, 0x1p-8f, 0x1.8p-8f, 0x1p-7f, 0x1.4p-7f, 0x1.8p-7f, 0x1.cp-7f,
+    0x1p-6f, 0x1.2p-6f, 0x1.4p-6f, 0x1.6p-6f, 0x1.8p-6f, 0x1.ap-6f, 0x1.cp-6f, 0x1.ep-6f,
+};
+static const float POWERS[16] = {
+    0x1p0f, 0x1p2f, 0x1p4f, 0x1p6f, 0x1p8f, 0x1p10f, 0x1p12f, 0x1p14f,
+    -0x1p0f, -0x1p2f, -0x1p4f, -0x1p6f, -0x1p8f, -0x1p10f, -0x1p12f, -0x1p14f,
+};
+
+ALWAYS_INLINE struct e4m3 e4m3_of(const struct quantised *q, size_t at) {
+    vf scale = splat(scale_of(q, q->scale_dtype, at));
+    return (struct e4m3){round_bf16(load_f32(SIXTEEN) * scale), round_bf16(load_f32(FIRST) * scale)};
+}
+
+ALWAYS_INLINE vf weights_e4m3_bf16(struct e4m3 group, const uint8_t *codes, size_t p) {
+    __m512i code = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)(codes + p)));
+    __mmask16 is_first = _mm512_testn_epi32_mask(code, _mm512_set1_epi32(0x70));
+    __m512 sixteen = _mm512_permutexvar_ps(code, group.sixteen);
+    sixteen = _mm512_mask_permutexvar_ps(sixteen, is_first, code, group.first);
+    return sixteen * _mm512_permutexvar_ps(_mm512_srli_epi32(code, 4), load_f32(POWERS));
+}
+#else
+#define e4m3 factors
+#define e4m3_of factors_of
+ALWAYS_INLINE vf weights_e4m3_bf16(struct factors group, const uint8_t *codes, size_t p) {
+    return weights_e4m3(BF16, group, codes, p);
+}
+#endif

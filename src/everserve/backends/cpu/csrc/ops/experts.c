@@ -98,8 +98,8 @@ static void gate_up_task(void *job, size_t task) {
     const struct slot *slot = &e->slots[s];
     size_t column = task % e->column_tasks * e->columns_per_task;
     size_t n = smaller(e->inner_size - column, e->columns_per_task);
-    struct matrix gate = {slot->gate, (size_t)slot->gate_stride, (enum dtype)slot->dtype};
-    struct matrix up = {slot->up, (size_t)slot->up_stride, (enum dtype)slot->dtype};
+    struct matrix gate = {slot->gate, (size_t)slot->gate_stride, slot->dtype, 0};
+    struct matrix up = {slot->up, (size_t)slot->up_stride, slot->dtype, 0};
     float up_block[ROWS_PER_PASS * MAX_COLUMNS];
     struct rows up_rows = {up_block, NULL, n};
 
@@ -126,7 +126,7 @@ static void down_task(void *job, size_t task) {
     size_t column = task % e->column_tasks * e->columns_per_task;
     size_t n = smaller(e->hidden_size - column, e->columns_per_task);
     size_t i = (size_t)e->starts[s], m = (size_t)e->starts[s + 1] - i;
-    struct matrix down = {slot->down, (size_t)slot->down_stride, (enum dtype)slot->dtype};
+    struct matrix down = {slot->down, (size_t)slot->down_stride, slot->dtype, 0};
     struct rows y = {e->y.base + column, e->order + i, e->y.stride};
     gemm(rows_from(e->hidden, i), m, matrix_from(down, column), n, e->inner_size, y);
     if (slot->biases) add_biases(slot, 2 * e->inner_size + column, n, &y, m);

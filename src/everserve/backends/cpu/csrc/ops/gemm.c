@@ -22,16 +22,9 @@
 #define NAME(x) x##_f16
 #include "gemm.inc.h"
 
-
 #define PANEL_FLOATS 8192          /* 32 KiB: half of the first-level cache here, all of it on older x86 */
 #define MIN_COLUMNS 8              /* of a panel, for each of which the rows of a come from the second-level cache */
 #define WIDENED_FLOATS 32768       /* of stack, for a panel of half precision weights widened once for many rows */
-#if defined(SIMD_AVX512)
-#define MIN_ROWS_TO_WIDEN (8 * MR) /* with fewer rows, widening in registers is cheaper */
-#else
-#define MIN_ROWS_TO_WIDEN (3 * MR)
-#endif
-
 #define DECODED_FLOATS 131072      /* of stack, of which a product touches what it needs */
 
 static size_t panel_columns(size_t k) {
@@ -49,7 +42,6 @@ void widen(const void *from, enum dtype dtype, size_t n, float *to) {
         case F16:
             for (; i + VW <= n; i += VW) store_f32(to + i, load_f16((const f16 *)from + i));
             break;
-        case QUANTISED: return; /* never on its own */
     }
     uint16_t tail[VW] = {0};
     memcpy(tail, (const uint16_t *)from + i, (n - i) * sizeof(uint16_t));
@@ -62,7 +54,7 @@ static struct ahead fetch(struct matrix w, size_t first, size_t n, size_t num_pa
     if (w.dtype == QUANTISED) {
         const struct quantised *q = w.data;
         const char *codes = (const char *)q->codes + w.first * (size_t)q->stride;
-        size_t bits = q->kind <= INT8 ? 8 : 4, stride = (size_t)q->stride;
+        size_t bits = q->kind == INT4 || q->kind == E2M1 ? 4 : 8, stride = (size_t)q->stride;
         return (struct ahead){codes + first * stride, codes + n * stride, stride / num_passes,
                               NR * SUM_WIDTH * bits / 8 / num_passes};
     }
@@ -73,7 +65,7 @@ static struct ahead fetch(struct matrix w, size_t first, size_t n, size_t num_pa
 
 static void widen_row(struct matrix w, size_t row, size_t k, float *to) {
     if (w.dtype == QUANTISED) widen_quantised(w.data, w.first + row, k, to);
-    else widen(matrix_from(w, row).data, w.dtype, k, to);
+    else widen(matrix_from(w, row).data, (enum dtype)w.dtype, k, to);
 }
 
 /* With so many columns at once, in this memory. */
@@ -94,12 +86,12 @@ static void gemm_widened(struct rows a, size_t m, struct matrix w, size_t n, siz
 
 static void gemm_decoded(struct rows a, size_t m, struct matrix w, size_t n, size_t k, struct rows c) {
     float decoded[DECODED_FLOATS];
-    gemm_with(decoded, MIN_COLUMNS * k <= DECODED_FLOATS ? panel_columns(k) : NR, a, m, w, n, k, c);
+    gemm_with(decoded, NR, a, m, w, n, k, c);
 }
 
 void gemm(struct rows a, size_t m, struct matrix w, size_t n, size_t k, struct rows c) {
     bool is_quantised = w.dtype == QUANTISED;
-    if (is_quantised && m > MOST_FUSED && NR * k <= DECODED_FLOATS) {
+    if (is_quantised && m > most_fused(w.data) && NR * k <= DECODED_FLOATS) {
         gemm_decoded(a, m, w, n, k, c);
         return;
     }
@@ -107,18 +99,21 @@ void gemm(struct rows a, size_t m, struct matrix w, size_t n, size_t k, struct r
         gemm_widened(a, m, w, n, k, c);
         return;
     }
-    size_t rows_at_once = is_quantised ? MOST_FUSED : MR, num_passes = (m + rows_at_once - 1) / rows_at_once, columns = num_passes > 1 ? panel_columns(k) : n;
+    size_t num_passes = (m + MR - 1) / MR, columns = num_passes > 1 ? panel_columns(k) : n;
     size_t tile_columns = 2 * m <= MR ? 2 * NR : NR;
     for (size_t j = 0; j < n; j += columns) {
         size_t count = smaller(n - j, columns);
         const void *part = matrix_from(w, j).data;
         struct rows out = columns_from(c, j);
         struct ahead ahead = fetch(w, num_passes > 1 ? j + count : tile_columns, n, num_passes);
-        switch (w.dtype) {
+        if (is_quantised) {
+            panel_quantised(&a, m, w.data, w.first + j, count, k, &out, ahead);
+            continue;
+        }
+        switch ((enum dtype)w.dtype) {
             case F32: panel_f32(&a, m, part, w.stride, count, k, &out, ahead); break;
             case BF16: panel_bf16(&a, m, part, w.stride, count, k, &out, ahead); break;
             case F16: panel_f16(&a, m, part, w.stride, count, k, &out, ahead); break;
-            case QUANTISED: panel_quantised(&a, m, w.data, w.first + j, count, k, &out, ahead); break;
         }
     }
 }

@@ -10,7 +10,8 @@
 #include "quantised.h"
 #include "simd.h"
 
-enum dtype { F32 = 0, BF16 = 1, F16 = 2, QUANTISED = 3 };
+enum dtype { F32 = 0, BF16 = 1, F16 = 2 };
+#define QUANTISED 3 /* of a struct matrix only, beside enum dtype */
 
 /* Rows of floats: row i is at base + (index ? index[i] : i) * stride. An index spares a gather or scatter. */
 struct rows {
@@ -24,7 +25,7 @@ struct rows {
 struct matrix {
     const void *data;
     size_t stride;
-    enum dtype dtype;
+    int64_t dtype;
     size_t first;
 };
 
@@ -52,6 +53,12 @@ ALWAYS_INLINE struct matrix matrix_from(struct matrix w, size_t first_row) {
     w.data = (const char *)w.data + first_row * w.stride * element;
     return w;
 }
+
+#if defined(SIMD_AVX512)
+#define MIN_ROWS_TO_WIDEN (8 * MR) /* with fewer rows, widening in registers is cheaper */
+#else
+#define MIN_ROWS_TO_WIDEN (3 * MR)
+#endif
 
 /* c[0..m)[0..n) = a[0..m) . w[0..n), on the calling thread. */
 void gemm(struct rows a, size_t m, struct matrix w, size_t n, size_t k, struct rows c);

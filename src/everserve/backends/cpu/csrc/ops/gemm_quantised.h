@@ -5,7 +5,8 @@
 #include "ahead.h"
 #include "gemm.h"
 
-#define MOST_FUSED (MR < 2 ? MR : 2) /* rows for which quantised weights are decoded in registers */
+/* With more rows than that a panel of weights is decoded first, and used for all of them. */
+size_t most_fused(const struct quantised *q);
 
 /* c[0..m)[0..n) = a[0..m) . weights[row..row + n). */
 void panel_quantised(const struct rows *a, size_t m, const struct quantised *q, size_t row, size_t n, size_t k,

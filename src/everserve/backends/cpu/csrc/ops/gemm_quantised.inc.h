@@ -1,9 +1,10 @@
 /* The micro-kernels for one kind of quantised weights: gemm.inc.h, group by group. The includer defines
 
        GROUP                   what turns codes of a group into weights
-       GROUP_OF(q, row, g)     that of a group
+       GROUP_OF(q, at)         that of the group whose scale is there
        WEIGHTS(group, codes, p)  VW weights of a row, from column p on
        BITS                    of a code
+       FUSED                   rows for which codes are decoded in registers
        NAME(x)                 x with the kind's suffix */
 
 /* The weights of a row from column p to k, fewer than SUM_WIDTH, and zeros. */
@@ -17,19 +18,21 @@ static __attribute__((noinline)) void NAME(tail)(GROUP group, const uint8_t *cod
 
 ALWAYS_INLINE void NAME(tile)(const int mr, const int nr, const float *const *a, const struct quantised *q, size_t row,
                               size_t k, float *const *c, size_t column, const struct ahead *ahead) {
-    accumulator acc[MOST_FUSED][2 * NR];
+    accumulator acc[FUSED][2 * NR];
     UNROLL for (int i = 0; i < mr; i++)
         UNROLL for (int j = 0; j < nr; j++) acc[i][j] = no_sum();
 
     const size_t stride = (size_t)q->stride;
     const uint8_t *codes = (const uint8_t *)q->codes + row * stride;
+    size_t scales[2 * NR];
+    UNROLL for (int j = 0; j < nr; j++) scales[j] = scale_at(q, row + (size_t)j);
     const char *next = ahead->following + column * ahead->column_bytes;
     const size_t most = nr * SUM_WIDTH * BITS / 8;
     size_t advance = next < ahead->end ? ahead->step_bytes * (size_t)nr / NR : 0, p = 0, fetched = 0;
     for (size_t g = 0; p < k; g++) {
         size_t end = smaller((g + 1) * (size_t)q->group, k);
         GROUP group[2 * NR];
-        UNROLL for (int j = 0; j < nr; j++) group[j] = GROUP_OF(q, row + (size_t)j, g);
+        UNROLL for (int j = 0; j < nr; j++) group[j] = GROUP_OF(q, scales[j] + g);
         for (; p + SUM_WIDTH <= end; p += SUM_WIDTH) {
             UNROLL for (size_t line = 0; line < most; line += 64)
                 if (line < advance) __builtin_prefetch(next + fetched + line, 0, 2);
@@ -68,7 +71,7 @@ ALWAYS_INLINE void NAME(tile)(const int mr, const int nr, const float *const *a,
         }
 }
 
-/* All n columns for mr <= MOST_FUSED rows. */
+/* All n columns for mr <= FUSED rows. */
 ALWAYS_INLINE void NAME(strip)(const int mr, const float *const *a, const struct quantised *q, size_t row, size_t n,
                                size_t k, float *const *c, const struct ahead *ahead) {
     size_t j = 0;
@@ -80,12 +83,30 @@ ALWAYS_INLINE void NAME(strip)(const int mr, const float *const *a, const struct
 
 static void NAME(panel)(const struct rows *a, size_t m, const struct quantised *q, size_t row_0, size_t n, size_t k,
                         const struct rows *c, struct ahead ahead) {
-    for (size_t i = 0; i < m; i += MOST_FUSED) {
-        size_t next = smaller(i + 1, m - 1);
-        const float *a_rows[2] = {row(a, i), row(a, next)};
-        float *c_rows[2] = {row(c, i), row(c, next)};
-        if (MOST_FUSED == 1 || next == i) NAME(strip)(1, a_rows, q, row_0, n, k, c_rows, &ahead);
-        else NAME(strip)(MOST_FUSED, a_rows, q, row_0, n, k, c_rows, &ahead);
+    for (size_t i = 0; i < m; i += FUSED) {
+        size_t mr = smaller(m - i, FUSED);
+        const float *a_rows[FUSED];
+        float *c_rows[FUSED];
+        for (size_t r = 0; r < FUSED; r++) {
+            size_t at = i + smaller(r, mr - 1); /* beyond mr the last row again, which is not used */
+            a_rows[r] = row(a, at), c_rows[r] = row(c, at);
+        }
+        switch (mr) {
+            case 1: NAME(strip)(1, a_rows, q, row_0, n, k, c_rows, &ahead); break;
+#if FUSED >= 2
+            case 2: NAME(strip)(2, a_rows, q, row_0, n, k, c_rows, &ahead); break;
+#endif
+#if FUSED >= 3
+            case 3: NAME(strip)(3, a_rows, q, row_0, n, k, c_rows, &ahead); break;
+#endif
+#if FUSED >= 4
+            case 4: NAME(strip)(4, a_rows, q, row_0, n, k, c_rows, &ahead); break;
+#endif
+#if FUSED >= 6
+            case 5: NAME(strip)(5, a_rows, q, row_0, n, k, c_rows, &ahead); break;
+            case 6: NAME(strip)(6, a_rows, q, row_0, n, k, c_rows, &ahead); break;
+#endif
+        }
         ahead.following += n * ahead.column_bytes;
     }
 }
@@ -93,10 +114,10 @@ static void NAME(panel)(const struct rows *a, size_t m, const struct quantised *
 /* A row as float32. */
 static void NAME(widen)(const struct quantised *q, size_t row, size_t k, float *to) {
     const uint8_t *codes = (const uint8_t *)q->codes + row * (size_t)q->stride;
-    size_t p = 0;
+    size_t scales = scale_at(q, row), p = 0;
     for (size_t g = 0; p < k; g++) {
         size_t end = smaller((g + 1) * (size_t)q->group, k);
-        GROUP group = GROUP_OF(q, row, g);
+        GROUP group = GROUP_OF(q, scales + g);
         for (; p + SUM_WIDTH <= end; p += SUM_WIDTH)
             UNROLL for (int s = 0; s < PARTS; s++)
                 store_f32(to + p + s * VW, WEIGHTS(group, codes, p + (size_t)s * VW));
@@ -112,4 +133,5 @@ static void NAME(widen)(const struct quantised *q, size_t row, size_t k, float *
 #undef GROUP_OF
 #undef WEIGHTS
 #undef BITS
+#undef FUSED
 #undef NAME

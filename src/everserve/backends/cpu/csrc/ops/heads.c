@@ -75,7 +75,7 @@ static void project_task(void *job, size_t task) {
     bool is_q = part < group, is_k = part == group;
     struct matrix weight = {is_q ? slot->q : is_k ? slot->k : slot->v,
                             (size_t)(is_q ? slot->q_stride : is_k ? slot->k_stride : slot->v_stride),
-                            (enum dtype)slot->dtype};
+                            slot->dtype, 0};
     const char *bias = is_q ? slot->q_bias : is_k ? slot->k_bias : slot->v_bias;
     if (is_q) {
         weight = matrix_from(weight, part * size);

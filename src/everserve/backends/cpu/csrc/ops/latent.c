@@ -63,7 +63,7 @@ static void by_head_task(void *job, size_t task) {
     size_t x_stride = (size_t)args->x_stride, out_stride = (size_t)args->out_stride;
     struct rows x = {(float *)args->x + head * x_stride, NULL, num_heads * x_stride};
     struct rows out = {args->out + head * out_stride, NULL, num_heads * out_stride};
-    struct matrix weight = {args->weight, (size_t)args->row_stride, (enum dtype)args->dtype};
+    struct matrix weight = {args->weight, (size_t)args->row_stride, args->dtype, 0};
     weight.data = (const char *)weight.data + head * (size_t)args->head_stride * (weight.dtype == F32 ? 4 : 2);
     gemm(rows_from(x, first), smaller((size_t)args->num_rows - first, PRODUCT_ROWS), weight,
          (size_t)args->num_columns, (size_t)args->k, rows_from(out, first));

@@ -45,7 +45,7 @@ EXPORT void es_linear(const struct linear_args *args) {
     struct linear l = {
         .x = {(float *)args->x, NULL, (size_t)args->k},
         .out = {args->out, NULL, (size_t)args->num_columns},
-        .weight = {args->weight, (size_t)args->weight_stride, (enum dtype)args->dtype},
+        .weight = {args->weight, (size_t)args->weight_stride, args->dtype, 0},
         .args = args,
         .num_rows = (size_t)args->num_rows,
         .num_columns = (size_t)args->num_columns,

@@ -17,7 +17,8 @@
 
 #include "simd.h"
 
-enum codes { E4M3 = 0, INT8 = 1, INT4 = 2, E2M1 = 3 };
+/* E4M3_TINY: E4M3 with a scale below 2^-117, but not 0. */
+enum codes { E4M3 = 0, INT8 = 1, INT4 = 2, E2M1 = 3, E4M3_TINY = 4 };
 
 #define E8M0 4 /* of scales only, beside enum dtype: the exponent of a power of two */
 

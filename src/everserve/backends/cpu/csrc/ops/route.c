@@ -128,7 +128,7 @@ static void route_task(void *job, size_t task) {
     size_t stride = (num_experts + SUM_WIDTH - 1) / SUM_WIDTH * SUM_WIDTH;
     float p[ROWS_PER_TASK * MAX_EXPERTS], bias[MAX_EXPERTS];
     struct rows x = {(float *)args->x + first * size, NULL, size}, logits = {p, NULL, stride};
-    struct matrix router = {args->router, (size_t)args->router_stride, (enum dtype)args->dtype};
+    struct matrix router = {args->router, (size_t)args->router_stride, args->dtype, 0};
     gemm(x, m, router, num_experts, size, logits);
     if (args->choice.bias) widen(args->choice.bias, (enum dtype)args->choice.bias_dtype, num_experts, bias);
     for (size_t t = 0; t < m; t++) {

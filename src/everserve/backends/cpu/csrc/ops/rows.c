@@ -12,7 +12,7 @@
 #define MACS_PER_ELEMENT 4 /* these ops wait for memory: count an element as so many multiply-adds */
 
 EXPORT int64_t es_embed(const struct embed_args *args) {
-    struct matrix table = {args->table, (size_t)args->stride, (enum dtype)args->dtype};
+    struct matrix table = {args->table, (size_t)args->stride, args->dtype, 0};
     size_t size = (size_t)args->size;
     for (int64_t t = 0; t < args->num_rows; t++) {
         int32_t token = args->tokens[t];
