@@ -8,6 +8,7 @@ tied_head.py       whether a head that is tied to the embedding has weights of i
 checkpoint.py      any slice of any tensor of the files, memory-mapped
 fingerprint.py     telling a model's files from others under the same names
 layout.py          which tensor of which architecture is which weight of ours
+forms.py           how matrices of 8 and 4 bits lie in memory: from headers; quantised.py, quantised_files.py: them
 weights.py         those tensors as a device wants them
 rope.py            rotary tables, scaled as the config says; what a layer does with them
 random_weights.py  random, untrained weights, for `--load-format dummy`

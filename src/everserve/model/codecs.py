@@ -1,8 +1,8 @@
 """Codecs: weights that files hold in fewer bits than they are computed with.
 
 What `quantization_config` says is checked here, and which tensors of the files make up which weight is found by their
-names; decoding.py makes the weight of them when it is loaded, in the dtype of the model. All rooms see the weight, as
-if the files held it so. Activations are never quantised, whatever the files say of theirs.
+names. decoding.py makes the weight of them when it is loaded, in the dtype of the model; or it stays as it is, with the
+same numbers (quantised.py). Activations are never quantised, whatever the files say of theirs.
 
     SCALED   X.weight (8 bits) * X.weight_scale_inv or X.weight_scale      fp8, compressed-tensors
              one scale for all, for each row, or for each block of rows and columns
