@@ -69,6 +69,11 @@ class RawClient:
         client._naps = is_slow
         return client
 
+    @property
+    def port(self) -> int:
+        """Its own."""
+        return int(self._writer.get_extra_info("sockname")[1])
+
     async def send(self, requests: list[bytes], num_cuts: int = 0) -> None:
         """All of them, one behind the other, in so many more pieces."""
         raw = b"".join(requests)
