@@ -34,9 +34,8 @@ def test_no_client_notices(deaths: Deaths) -> None:
 
 def test_no_client_notices_the_death_of_a_keeper(deaths: Deaths) -> None:
     """Its gateway lives, and gives everything to the next one."""
-    deaths.are_keepers, deaths.num_deaths = True, 0
-    deaths.is_over.clear()
-    deaths.known.clear()
+    deaths.begin_again()
+    deaths.are_keepers = True
     try:
         deaths.run(num_deaths=3, num_raw=8)
     finally:
@@ -229,7 +228,18 @@ def _texts(events: bytes) -> list[str]:
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_no_client_notices_a_thousand_deaths(deaths: Deaths) -> None:
-    deaths.num_deaths = 0
-    deaths.is_over.clear()
-    deaths.known.clear()
-    deaths.run(num_deaths=1000, seed=1)
+    deaths.begin_again()
+    deaths.run(num_deaths=1000, num_raw=45, seed=1)  # with the other clients, 64 streams
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_no_client_notices_deaths_of_several_processes_at_once(deaths: Deaths) -> None:
+    """In a third of all deaths of a gateway, another process dies in the same moment."""
+    deaths.begin_again()
+    deaths.takes_others = 0.33
+    try:
+        deaths.run(num_deaths=300, num_raw=45, seed=2)
+    finally:
+        deaths.takes_others = 0.0
+    assert len(deaths.others) >= 5, deaths.others

@@ -14,6 +14,9 @@ import subprocess
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -58,6 +61,7 @@ def _requests() -> list[tuple[str, dict[str, Any]]]:
 
 
 REQUESTS = _requests()
+FETCH = Path(__file__).with_name("fetch.mjs")
 
 
 class Deaths:
@@ -69,10 +73,19 @@ class Deaths:
         self.address = (str(parts.hostname), int(parts.port or 0))
         self.num_deaths = 0
         self.are_keepers = False  # that are killed
+        self.takes_others = 0.0  # how often another process dies in the same moment
+        self.others: Counter[str] = Counter()
         self.is_over = threading.Event()
         self.errors: list[str] = []
         self.right: Counter[str] = Counter()
         self.known: list[Any] = []
+
+    def begin_again(self) -> None:
+        """For another test with the same server."""
+        self.num_deaths = 0
+        self.is_over.clear()
+        self.known.clear()
+        self.right.clear()
 
     def gateway(self) -> int | None:
         """Nothing while there is none, or it has no keeper."""
@@ -111,17 +124,29 @@ class Deaths:
             gateway = self.gateway()
             pid = self.keeper() if self.are_keepers else gateway
             if pid is not None and gateway is not None:
+                if rng.random() < self.takes_others:
+                    self._kill_other(rng)
                 os.kill(pid, signal.SIGKILL)
                 wait_until(lambda gateway=gateway: self.gateway() not in (gateway, None), timeout_s=60)
                 self.num_deaths += 1
 
+    def _kill_other(self, rng: random.Random) -> None:
+        """A worker, the supervisor, the orchestrator, the anchor or the zygote: any child of root but keepers."""
+        keepers = self.keepers()
+        by_name = {name_of(pid): pid for pid in children_of(self.root) if pid not in keepers}
+        name = rng.choice(sorted(by_name))
+        with suppress(ProcessLookupError):
+            os.kill(by_name[name], signal.SIGKILL)
+            self.others[name.partition("-")[2].rstrip("-.0123456789")] += 1
+
     @property
     def num_right(self) -> int:
-        return sum(self.right.values())
+        """Answers: what a client that has said its last word hears is none."""
+        return sum(self.right.values()) - self.right["half-closed"]
 
     def check(self, kind: str, which: int, answer: Any) -> None:
         if answer != self.known[which]:
-            self.errors.append(f"{kind} {REQUESTS[which]}: {answer} is not {self.known[which]}")
+            self.errors.append(f"{kind} {REQUESTS[which]}: {_difference(answer, self.known[which])}")
         self.right[kind] += 1
 
     async def raw(self, seed: int) -> None:
@@ -205,14 +230,85 @@ class Deaths:
 
         self._guard("openai", run)
 
+    def run_openai_chat(self, seed: int) -> None:
+        """The same of chats."""
+        rng = random.Random(5000 + seed)
+
+        def run() -> None:
+            with openai.OpenAI(base_url=f"{self.server.url}/v1", api_key="x", max_retries=0, timeout=120) as client:
+                while not self.is_over.is_set():
+                    which = 2 * rng.randrange(10) + 1
+                    path, body = REQUESTS[which]
+                    assert path == "/v1/chat/completions"
+                    extra = {name: body[name] for name in ("ignore_eos", "include_stop_str_in_output") if name in body}
+                    plain = {name: value for name, value in body.items() if name not in extra}
+                    texts: dict[int, str] = {}
+                    answer = client.chat.completions.create(**plain, extra_body=extra)
+                    for part in answer if body["stream"] else [answer]:
+                        for choice in part.choices:
+                            said = (choice.delta if body["stream"] else choice.message).content or ""
+                            texts[choice.index] = texts.get(choice.index, "") + said
+                    self.check("openai chat", which, self._with_texts(which, texts))
+
+        self._guard("openai chat", run)
+
+    def run_aiohttp(self, seed: int) -> None:
+        rng = random.Random(6000 + seed)
+
+        async def ask() -> None:
+            aiohttp = import_module("aiohttp")
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(120)) as client:
+                while not self.is_over.is_set():
+                    which = rng.randrange(len(REQUESTS))
+                    path, body = REQUESTS[which]
+                    async with client.post(f"{self.server.url}{path}", json=body) as done:
+                        headers = {name.lower(): value for name, value in done.headers.items()}
+                        self.check("aiohttp", which, Answer(done.status, headers, await done.read()).normal())
+
+        self._guard("aiohttp", lambda: asyncio.run(ask()))
+
+    def run_node(self, seed: int) -> None:
+        rng = random.Random(7000 + seed)
+
+        def run() -> None:
+            command = ["node", str(FETCH), self.server.url]
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as node:
+                assert node.stdin is not None and node.stdout is not None
+                while not self.is_over.is_set():
+                    which = rng.randrange(len(REQUESTS))
+                    node.stdin.write(json.dumps(REQUESTS[which]) + "\n")
+                    node.stdin.flush()
+                    status, kind, text = json.loads(node.stdout.readline())
+                    self.check("node", which, Answer(status, {"content-type": kind}, text.encode()).normal())
+                node.stdin.close()
+
+        self._guard("node", run)
+
+    def run_half_closed(self, num: int) -> None:
+        """Says its last word behind its request. Such a client has left; but what it had sent is what is answered: a
+        successor that counts the last word as a byte would read another request."""
+
+        async def ask(seed: int) -> None:
+            rng = random.Random(8000 + seed)
+            while not self.is_over.is_set():
+                client = await RawClient.connect(self.address, rng)
+                begun = await client.last_word(post(*REQUESTS[rng.randrange(20)]), num_cuts=rng.choice((0, 1)))
+                assert b"HTTP/1.1 200 OK".startswith(begun[:15]), begun[:300]
+                self.right["half-closed"] += 1
+
+        async def run() -> None:
+            await asyncio.gather(*(ask(seed) for seed in range(num)))
+
+        self._guard("half-closed", lambda: asyncio.run(run()))
+
     def _with_texts(self, which: int, texts: dict[int, str]) -> Any:
         """The known answer, if these are its texts."""
         _, known = self.known[which]
         if "choices" in known:
-            said = {choice["index"]: choice["text"] for choice in known["choices"]}
+            said = {choice["index"]: _text_of(choice, "message") for choice in known["choices"]}
         else:
             said = {
-                index: "".join(event["choices"][0]["text"] for event in events)
+                index: "".join(_text_of(event["choices"][0], "delta") for event in events)
                 for index, events in known.items()
                 if index != "end"
             }
@@ -249,9 +345,14 @@ class Deaths:
         asyncio.run(self.learn())
         work: list[Any] = [lambda: self.run_raw(num_raw)]
         work += [lambda: self.run_returning(num_raw // 4)]
-        work += [lambda: self.run_httpx(0), lambda: self.run_httpx(1), lambda: self.run_openai(0)]
+        work += [lambda: self.run_httpx(0), lambda: self.run_openai(0), lambda: self.run_openai_chat(0)]
+        work += [lambda: self.run_half_closed(2)]
+        if find_spec("aiohttp"):
+            work.append(lambda: self.run_aiohttp(0))
         if shutil.which("curl"):
             work.append(lambda: self.run_curl(0))
+        if shutil.which("node"):
+            work.append(lambda: self.run_node(0))
         threads = [threading.Thread(target=run) for run in work]
         for thread in threads:
             thread.start()
@@ -263,7 +364,24 @@ class Deaths:
                 thread.join()
         assert not self.errors, self.errors[:3]
         assert self.num_deaths == num_deaths
-        assert set(self.right) >= {"raw", "returning", "httpx", "openai"}, self.right
+        assert set(self.right) >= {"raw", "returning", "httpx", "openai", "openai chat", "half-closed"}, self.right
+
+
+def _difference(answer: Any, known: Any) -> str:
+    """The first event that is another one, and some around it."""
+    if not isinstance(answer, tuple) or answer[0] != known[0] or "end" not in known[1]:
+        return f"{answer} is not {known}"
+    for index in known[1]:
+        came, wanted = answer[1].get(index, []), known[1][index]
+        for at in range(max(len(came), len(wanted))):
+            if came[at : at + 1] != wanted[at : at + 1]:
+                return f"choice {index}, event {at} of {len(wanted)}: {came[at : at + 3]} is not {wanted[at : at + 3]}"
+    return f"{list(answer[1])} is not {list(known[1])}"
+
+
+def _text_of(choice: dict[str, Any], field: str) -> str:
+    """Of a completion or a chat."""
+    return choice["text"] if "text" in choice else choice[field].get("content") or ""
 
 
 def name_of(pid: int) -> str:

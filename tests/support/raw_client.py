@@ -141,6 +141,15 @@ class RawClient:
         assert await asyncio.wait_for(self._reader.read(), TIMEOUT_S) == b"", "bytes behind the last answer"
         self._writer.close()
 
+    async def last_word(self, request: bytes, num_cuts: int = 0) -> bytes:
+        """Sends a request and says no more. Returns all that comes then."""
+        await self.send([request], num_cuts)
+        self._writer.write_eof()
+        try:
+            return await asyncio.wait_for(self._reader.read(), TIMEOUT_S)
+        finally:
+            self._writer.close()
+
     def abort(self) -> None:
         self._writer.transport.abort()
 

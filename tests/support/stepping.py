@@ -32,6 +32,9 @@ _NAMES = {
         **{21: "epoll_ctl", 22: "epoll_wait", 242: "accept", 222: "mmap", 226: "mprotect", 215: "munmap", 98: "futex"},
     },
 }.get(platform.machine(), {})
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+_libc.ptrace.restype = ctypes.c_long
 
 
 class Stop(NamedTuple):
@@ -104,9 +107,6 @@ class Stepped:
         return status
 
     def _ptrace(self, request: int, data: int, address: int = 0) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
-        libc.ptrace.restype = ctypes.c_long
-        if libc.ptrace(request, self.pid, address, data) < 0:
+        if _libc.ptrace(request, self.pid, address, data) < 0:
             error = ctypes.get_errno()
             raise CannotTrace(error, f"ptrace: {os.strerror(error)}")

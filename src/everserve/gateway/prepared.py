@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from everserve.config.gateway import GatewayConfig
 from everserve.errors import UserError
 from everserve.gateway.text.tokenizer import ModelTokenizer, load_tokenizer
+from everserve.ledger import writer
 from everserve.ledger.ledger import Ledger
 from everserve.ledger.shared import SharedTable
 from everserve.wire.channel import Channel
@@ -44,6 +45,7 @@ def prepare(control: Channel, listen: socket.socket, ledger: Ledger, table_fd: i
     assert isinstance(start, StartGateway), f"expected StartGateway, got {type(start).__name__}"
     tokenizer, failure = None, None
     try:
+        writer.prepare()
         tokenizer = load_tokenizer(start.config.model, start.config.chat_template)
     except Exception as error:
         failure = failed(error)

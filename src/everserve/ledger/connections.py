@@ -42,7 +42,7 @@ class Connection:
         self.ring: Chain
         self.commit = Commit()
         self._pages = pages
-        self._at = at
+        self.at = at
         self._word = at // WORD
 
     @property
@@ -93,7 +93,7 @@ class Connection:
         seq = self.commit.seq + 1
         self.commit = commit = Commit(seq, *commit[1:])
         fields = _FIELDS.pack(*commit)
-        at = self._at + (C_COMMITS + (seq & 1) * COMMIT_WORDS) * WORD
+        at = self.at + (C_COMMITS + (seq & 1) * COMMIT_WORDS) * WORD
         self._pages.bytes[at : at + _COPY_BYTES] = fields + _CHECK.pack(_check(fields))
 
     def recover(self, taken: set[int]) -> None:
@@ -107,7 +107,7 @@ class Connection:
         self.ring.resume(self.commit.ring_end)
 
     def _copy(self, which: int) -> Commit | None:
-        at = self._at + (C_COMMITS + which * COMMIT_WORDS) * WORD
+        at = self.at + (C_COMMITS + which * COMMIT_WORDS) * WORD
         copy = bytes(self._pages.bytes[at : at + _COPY_BYTES])
         fields, (check,) = copy[: _FIELDS.size], _CHECK.unpack(copy[_FIELDS.size :])
         commit = Commit._make(_FIELDS.unpack(fields))

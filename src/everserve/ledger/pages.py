@@ -113,6 +113,11 @@ class Chain:
         """Room in the last page."""
         return self._tail_at + DATA_BYTES - self.end if self.pages else 0
 
+    @property
+    def end_byte(self) -> int:
+        """Where in the memory that room begins."""
+        return self._tail_byte + self.end - self._tail_at
+
     def append(self, data: bytes | bytearray | memoryview) -> None:
         """All of it, or none: raises LedgerFull."""
         size, end = len(data), self.end

@@ -30,7 +30,7 @@ class Request:
         self._pages = pages
         self._words = pages.words
         self._tokens = pages.bytes.cast("I")
-        self._word = at // WORD
+        self.word = at // WORD
         self._journal: Chain
         self._choice = -1  # that is at hand, at the end
         self._length = 0
@@ -43,31 +43,31 @@ class Request:
 
     @property
     def state(self) -> int:
-        return self._words[self._word + R_STATE]
+        return self._words[self.word + R_STATE]
 
     @state.setter
     def state(self, state: int) -> None:
-        self._words[self._word + R_STATE] = state
+        self._words[self.word + R_STATE] = state
 
     @property
     def reader(self) -> int:
         """The cookie of the connection that reads its answer."""
-        return self._words[self._word + R_READER]
+        return self._words[self.word + R_READER]
 
     @reader.setter
     def reader(self, cookie: int) -> None:
-        self._words[self._word + R_READER] = cookie
+        self._words[self.word + R_READER] = cookie
 
     @property
     def rendered(self) -> tuple[int, int]:
         """How far its answer was ever given to a connection: events, and how much of the journal they were made of."""
-        word = self._words[self._word + R_RENDERED]
+        word = self._words[self.word + R_RENDERED]
         return word & _LOW, word >> 32
 
     @rendered.setter
     def rendered(self, rendered: tuple[int, int]) -> None:
         num_events, journal = rendered
-        self._words[self._word + R_RENDERED] = journal << 32 | num_events
+        self._words[self.word + R_RENDERED] = journal << 32 | num_events
 
     @property
     def pages(self) -> Iterable[int]:
@@ -79,11 +79,30 @@ class Request:
         """The length of the journal, in bytes."""
         return self._length
 
+    @property
+    def next_word(self) -> int:
+        """The word of the memory that the next entry is in, and ..."""
+        return self._next
+
+    @property
+    def room(self) -> int:
+        """... how many of them the page has."""
+        return self._stop - self._next
+
+    def is_at(self, choice: int) -> bool:
+        """Whether the next token can be of this choice without saying so."""
+        return self._choice == choice
+
+    def go_on_at(self, length: int) -> None:
+        """Tokens up to this length were written in the same page, past this object."""
+        self._next += (length - self._length) // _WORD
+        self._length = length
+
     def begin(self, first: bytes, state: int) -> None:
         """A new request, with the note that says how it began. Raises LedgerFull, and is free again."""
         for i in range(R_STATE, R_RENDERED + 1):
-            self._words[self._word + i] = 0
-        self._journal = Chain(self._pages, self._word + R_PAGE)
+            self._words[self.word + i] = 0
+        self._journal = Chain(self._pages, self.word + R_PAGE)
         self._choice, self._length, self._next, self._stop = -1, 0, 0, 0
         try:
             self.note(first)
@@ -113,7 +132,7 @@ class Request:
         self._tokens[at] = token
         self._next = at + 1
         self._length += _WORD
-        self._words[self._word + R_LENGTH] = self._length
+        self._words[self.word + R_LENGTH] = self._length
 
     def note(self, note: bytes) -> None:
         chain, padding = self._journal, -len(note) % _WORD
@@ -121,7 +140,7 @@ class Request:
         chain.append(b"".join(((_NOTE + len(note)).to_bytes(_WORD, "little"), note, bytes(padding))))
         self._length = chain.end
         self._find_room()
-        self._words[self._word + R_LENGTH] = self._length
+        self._words[self.word + R_LENGTH] = self._length
 
     def entries(self, begin: int = 0, choice: int = -1) -> Iterator[tuple[int, Entry]]:
         """Each with the position behind it, up to the end that there is when it is asked for. `choice` is the one at
@@ -150,8 +169,8 @@ class Request:
 
     def recover(self, taken: set[int]) -> None:
         """What a dead gateway has left. Raises BrokenChain."""
-        self._journal = Chain.left_at(self._pages, self._word + R_PAGE, taken)
-        self._length = self._words[self._word + R_LENGTH]
+        self._journal = Chain.left_at(self._pages, self.word + R_PAGE, taken)
+        self._length = self._words[self.word + R_LENGTH]
         if not self._journal.pages or self._length % _WORD:
             raise BrokenChain("a journal without a beginning")
         self._journal.resume(self._length)

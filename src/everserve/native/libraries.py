@@ -14,6 +14,7 @@ _CHOICE = "EVERSERVE_CPU_LEVEL"
 _SOURCES = {
     "cpu": ["native/csrc"],
     "kvlog": ["kvlog/csrc"],
+    "ledger": ["ledger/csrc"],
     "liveness": ["memory/liveness/csrc"],
     "pieces": ["memory/pieces/csrc", "kvlog/csrc"],
     "weights": ["memory/weights/csrc"],

@@ -29,6 +29,8 @@ from everserve.gateway.streams.outbox import KeptOutbox, Outbox
 from everserve.gateway.streams.resumable import Kept, name_of
 from everserve.gateway.text.prompts import Prompt
 
+Follow = Callable[[LedgerTransport], None]  # all events so far are sent
+
 
 class Answer(Protocol):
     """What a response writes to its client."""
@@ -91,7 +93,7 @@ def respond(
         kept = Kept(gateway.keeper, name_of(http_request), generation, outbox)
         return AnswerResponse(gateway, kept, state.owner, exchange)
     whole = None if request.stream else generation.whole
-    return AnswerResponse(gateway, generation, state.owner, exchange, whole)
+    return AnswerResponse(gateway, generation, state.owner, exchange, whole, generation.follow)
 
 
 class HttpExchange:
@@ -141,14 +143,16 @@ class HttpExchange:
         if self._ledger is not None:
             self._ledger.mark(position)
 
-    def pour(self, outbox: Outbox, journal: Journal) -> bool:
-        """Writes what is ready, past the layers of the response, if its client reads."""
+    def pour(self, outbox: Outbox, journal: Journal, follow: Follow) -> bool:
+        """Writes what is ready, past the layers of the response, if its client reads. What comes then may be written in
+        C."""
         ledger = self._ledger
         if ledger is None or not ledger.takes_chunks:
             return False
         chunk = outbox.take()
         self.mark(outbox, journal)
         ledger.write_chunk(chunk)
+        follow(ledger)
         return True
 
 
@@ -172,12 +176,14 @@ class AnswerResponse(sse.EventStream):
         owner: Owner,
         exchange: HttpExchange,
         whole: Callable[[], Awaitable[list[bytes]]] | None = None,
+        follow: Follow = lambda ledger: None,
     ) -> None:
         super().__init__()
         self.owner = owner
         self._exchange = exchange
         self._gateway = gateway
         self._answer = answer
+        self._follow = follow
         self._whole = whole  # None: as a stream
 
     @property
@@ -214,7 +220,7 @@ class AnswerResponse(sse.EventStream):
             if outbox.error:
                 raise outbox.error
         await self.start(send)
-        outbox.pour_by(partial(self._exchange.pour, outbox, self._answer.journal))
+        outbox.pour_by(partial(self._exchange.pour, outbox, self._answer.journal, self._follow))
         send_body: Send = scope["state"]["send_body"]
         is_last = False
         while not is_last and await outbox.ready():

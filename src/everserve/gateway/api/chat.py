@@ -17,6 +17,7 @@ from everserve.gateway.http.errors import HttpError
 from everserve.gateway.http.exchange import read_json
 from everserve.gateway.http.requests import ChatRequest
 from everserve.gateway.http.responses import (
+    TEXT,
     AssistantMessage,
     ChatChoice,
     ChatChunk,
@@ -26,11 +27,13 @@ from everserve.gateway.http.responses import (
     Degraded,
     Delta,
     Usage,
+    around,
     encode,
     encode_around,
     split_around,
 )
 from everserve.gateway.streams.choices import Choice
+from everserve.gateway.streams.plain import Around
 from everserve.gateway.text.logprobs import (
     chat_logprobs,
     encode_chat_logprobs,
@@ -93,6 +96,12 @@ class ChatRenderer:
             rendered.token_ids = [output.token]
         event = sse.event(self._chunk([rendered], usage))
         return (self._role_event(choice, usage), event) if output.index == 0 else (event,)
+
+    def around(self, choice: Choice) -> Around | None:
+        if self._wants_logprobs or self._wants_ids or self._reader(choice) is not None:
+            return None
+        rendered = ChatChunkChoice(index=choice.index, delta=Delta(content=TEXT))
+        return around(self._chunk([rendered], None), b'"content":')
 
     def ending(self, usage: Usage) -> list[bytes]:
         return [sse.event(self._chunk([], usage)), sse.DONE] if self._wants_usage else [sse.DONE]

@@ -17,15 +17,18 @@ from everserve.gateway.http.errors import HttpError
 from everserve.gateway.http.exchange import read_json
 from everserve.gateway.http.requests import CompletionRequest
 from everserve.gateway.http.responses import (
+    TEXT,
     CompletionChoice,
     CompletionResponse,
     Degraded,
     Usage,
+    around,
     encode,
     encode_around,
     split_around,
 )
 from everserve.gateway.streams.choices import Choice, Scores
+from everserve.gateway.streams.plain import Around
 from everserve.gateway.text.logprobs import (
     Scored,
     completion_logprobs,
@@ -122,6 +125,12 @@ class CompletionRenderer:
             rendered.logprobs = completion_logprobs(scored, offsets, self._tokenizer)
         response.choices.append(rendered)
         return (sse.event(response),)
+
+    def around(self, choice: Choice) -> Around | None:
+        if self._wants_logprobs or self._wants_ids:
+            return None
+        rendered = CompletionChoice(index=choice.index, text=TEXT)
+        return around(self._response([rendered], None if self._wants_usage else UNSET), b'"text":')
 
     def ending(self, usage: Usage) -> list[bytes]:
         return [sse.event(self._response([], usage)), sse.DONE] if self._wants_usage else [sse.DONE]

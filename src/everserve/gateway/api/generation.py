@@ -22,9 +22,11 @@ from everserve.gateway.http.memory import Hold
 from everserve.gateway.http.recorded import Birth, Position, Recorded
 from everserve.gateway.http.requests import ChatRequest, CompletionRequest
 from everserve.gateway.http.responses import PromptTokensDetails, Usage
+from everserve.gateway.http.transport import LedgerTransport
 from everserve.gateway.streams.choices import Choice, TextOptions, best_choices
 from everserve.gateway.streams.journal import Failed, Journal, Placed, Said
 from everserve.gateway.streams.outbox import Outbox
+from everserve.gateway.streams.plain import Around, PlainStream
 from everserve.gateway.streams.tracing import NOT_TRACED, RequestTrace
 from everserve.gateway.text.prompts import Prompt
 from everserve.gateway.text.sampling import (
@@ -53,6 +55,11 @@ class Renderer(Protocol):
 
     def events(self, choice: Choice, text: str, output: Output, usage: Usage | None) -> Sequence[sse.Event]:
         """One token of a stream."""
+        ...
+
+    def around(self, choice: Choice) -> Around | None:
+        """An event before and after its text, if from the second token on events of this choice differ in nothing else
+        until it ends."""
         ...
 
     def ending(self, usage: Usage) -> list[bytes]:
@@ -137,6 +144,7 @@ class Generation:
         self._num_prompt_tokens = 0
         self._num_completion_tokens = 0  # of all choices, so far
         self._num_masked_tokens = 0  # of these, sampled while experts were masked
+        self._around: Around | None = None  # of a plain stream's events; found when the first ones are sent
         self._num_cached_tokens = 0  # of all prompts, each counted once
 
     @property
@@ -300,6 +308,22 @@ class Generation:
         streams = [choice.resume(self._stream_id(choice.index)) for choice in choices]
         self._trace.resumed()
         self._gateway.fleet.resume(streams)
+
+    def follow(self, transport: LedgerTransport) -> None:
+        """All events so far were sent; the next ones are written in C, if they are plain."""
+        if self._around is None:
+            self._around = self._find_around()
+        if any(self._around):
+            PlainStream.begin(self._choices[0], self.outbox, self.journal, transport, self._around, self._count_written)
+
+    def _find_around(self) -> Around:
+        """Nothing, if there is more to its events than text."""
+        is_alone = len(self._choices) == 1 and not (self._wants_usage_always or self._exchange.is_kept)
+        around = self._renderer.around(self._choices[0]) if is_alone and self._trace is NOT_TRACED else None
+        return around or (b"", b"")
+
+    def _count_written(self, num_tokens: int) -> None:
+        self._num_completion_tokens += num_tokens
 
     def note(self, choice: Choice, output: Output) -> None:
         """Written down first. A choice that was given to another worker since its last token says so then."""

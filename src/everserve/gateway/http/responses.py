@@ -11,6 +11,7 @@ from everserve.gateway.http.slices import batches
 FinishReason = Literal["stop", "length"]  # of a choice
 ChatFinishReason = Literal["stop", "length", "tool_calls"]  # as a chat says it
 _ITEMS_PER_PIECE = 1 << 13
+TEXT = "\ue000"  # stands for a text that is still to come
 encode = msgspec.json.Encoder().encode
 
 
@@ -26,6 +27,13 @@ def split_around(encoded: bytes, empty: bytes) -> tuple[bytes, bytes]:
     assert found, "the field is there, and empty"
     name, _, _ = empty.partition(b":")
     return before + name + b":", after
+
+
+def around(body: msgspec.Struct, field: bytes) -> tuple[bytes, bytes]:
+    """A server-sent event before and after this field's text, which is TEXT."""
+    before, found, after = (b"data: " + encode(body) + b"\n\n").partition(field + encode(TEXT))
+    assert found
+    return before + field + b'"', b'"' + after
 
 
 def encode_list(items: Iterable[Any], num_per_piece: int = _ITEMS_PER_PIECE) -> Iterator[bytes]:

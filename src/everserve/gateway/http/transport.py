@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import socket
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from everserve.gateway.http import sse
@@ -117,6 +118,7 @@ class LedgerTransport(asyncio.Transport):
         self._skips_head = False
         self._is_due = self._is_sending = self._is_paused = self._is_reading = False
         self._is_closing = self._is_closed = self._wants_eof = False
+        self.end_plain: Callable[[], None] | None = None  # set while C writes to this connection (streams/plain.py)
         if record is not None:
             self._take_over(record)
 
@@ -260,10 +262,39 @@ class LedgerTransport(asyncio.Transport):
             self.commit()
 
     def _stage(self, data: bytes) -> None:
+        self._end_plain()
         if self._next_position is not None:
             self.position, self._next_position = self._next_position, None
         self._staged.append(data)
         self._num_staged += len(data)
+
+    @property
+    def bare_record(self) -> Connection | None:
+        """Its slot, if all that was written is committed there and sent, and it takes more of a stream."""
+        if not self.takes_chunks or self.is_loose or self._staged or self._num_loose or self._next_position is not None:
+            return None
+        return self._record
+
+    @property
+    def ledger(self) -> Ledger:
+        assert self._custody.ledger is not None
+        return self._custody.ledger
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def went_on(self, num_unsent: int) -> None:
+        """More of the stream was committed in its slot by others, of which so many bytes were not sent."""
+        assert self._record is not None
+        commit = self._record.commit
+        self.position = Position(commit.num_rendered, commit.journal)
+        self._sent = commit.ring_end - num_unsent
+        if num_unsent:
+            self._send()
+
+    def _end_plain(self) -> None:
+        if self.end_plain is not None:
+            self.end_plain()
 
     @property
     def takes_chunks(self) -> bool:
@@ -319,6 +350,7 @@ class LedgerTransport(asyncio.Transport):
 
     def let_loose(self) -> None:
         """The ledger does not hold all of it any more."""
+        self._end_plain()
         if not self.is_loose:
             self.is_loose = True
             self._custody.num_loose += 1
@@ -330,6 +362,7 @@ class LedgerTransport(asyncio.Transport):
 
     def commit(self) -> None:
         """What is staged counts, and is sent as far as the kernel takes it now."""
+        self._end_plain()
         data, self._staged, self._num_staged = b"".join(self._staged), [], 0
         if self._is_closed:
             return
@@ -449,6 +482,7 @@ class LedgerTransport(asyncio.Transport):
         """When all that is committed or staged has been sent."""
         if self._is_closing:
             return
+        self._end_plain()
         self._is_closing = True
         self._flags |= IS_LAST
         self.pause_reading()
@@ -464,6 +498,10 @@ class LedgerTransport(asyncio.Transport):
     def _close(self, error: Exception | None) -> None:
         if self._is_closed:
             return
+        if self.end_plain is not None:
+            self.end_plain()
+            if self._is_closed:  # by that: not all could be sent
+                return
         self._leave()
         if self._record is not None:
             self._sent = self._record.ring.end

@@ -11,6 +11,7 @@ from everserve.gateway.http.requests import GenerationRequest
 from everserve.gateway.http.responses import FinishReason
 from everserve.gateway.streams.fleet import Fleet
 from everserve.gateway.streams.stream import Stream
+from everserve.gateway.text.detokenizer import ByteLevelDetokenizer
 from everserve.gateway.text.logprobs import Scored
 from everserve.gateway.text.prompts import Prompt
 from everserve.gateway.text.stops import StopMatcher, StopStrings
@@ -134,6 +135,28 @@ class Choice:
         if not self.has_ended:
             self._end("abort")
             self._fleet.cancel(self.stream)
+
+    @property
+    def bare_detokenizer(self) -> ByteLevelDetokenizer | None:
+        """That makes all of the text; None: there is more to it."""
+        text = self._detokenizer
+        return text if self._stops is None and isinstance(text, ByteLevelDetokenizer) else None
+
+    @property
+    def is_under_way(self) -> bool:
+        """A worker computes it, and has said something already."""
+        stream = self.stream
+        link = stream.link
+        if link is None or stream.home != link.log or stream.prefill_cost or self.has_ended:
+            return False
+        return self.num_tokens == len(stream.tokens) > 0 and self.last_s == stream.last_s
+
+    def went_on(self, num_tokens: int, num_characters: int) -> None:
+        """So much of it was written elsewhere (plain.py)."""
+        self.num_tokens += num_tokens
+        self._num_characters += num_characters
+        if num_tokens and self.stream.last_s is not None:
+            self.last_s = self.stream.last_s
 
     def suspend(self) -> None:
         """The client has gone, and may come back."""

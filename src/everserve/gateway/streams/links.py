@@ -276,6 +276,9 @@ class WorkerLink:
         now_s = self._owner.clock()  # of all of them: steps that come together end one gap of their clients
         for message in messages:
             self._handle(message, now_s)
+        self.streams.write_plain()
+        for stream_id in self.streams.take_broken():
+            self._send(Cancel(id=stream_id))
         if self._channel.num_dropped and not self._said_bad_bytes:
             self._said_bad_bytes = True
             self._owner.on_bad_bytes(self._channel.num_dropped)

@@ -6,7 +6,7 @@ when they are read.
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from everserve.gateway.streams.cadence import Cadence
 from everserve.tables.ids import Incarnation, Role
@@ -56,6 +56,12 @@ class Histogram:
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
+
+    def observe_all(self, values: Sequence[float]) -> None:
+        """Many, of which most are equal."""
+        for value, num in Counter(values).items():
+            self.counts[bisect_left(self.bounds, value)] += num
+            self.total += value * num
 
     def cumulative(self) -> list[tuple[str, float]]:
         """Counts as Prometheus wants them: (upper bound, how many are at most that)."""

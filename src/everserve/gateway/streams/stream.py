@@ -13,11 +13,12 @@ lost: the stream fails, because what follows would be wrong. Outputs for streams
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from everserve.errors import EverserveError, RequestError
 from everserve.gateway.streams.log_references import LostLogs
 from everserve.gateway.streams.metrics import EngineMetrics, FleetMetrics
+from everserve.ledger.writer import LEFT, WRITTEN, write
 from everserve.plan.fairness import Places
 from everserve.plan.prefill import KEYS_ONLY
 from everserve.tables.ids import Rank, WorkerId
@@ -26,6 +27,7 @@ from everserve.tables.requests import Masked, RequestSpec
 
 if TYPE_CHECKING:
     from everserve.gateway.streams.links import WorkerLink
+    from everserve.gateway.streams.plain import PlainStream
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +60,7 @@ class Stream:
             "metrics",
             "moved_s",
             "num_losses",
+            "plain",
         ),
         *("num_expected", "parted_rank", "prefill_cost", "source", "spec", "submitted_s", "tokens", "waited_s"),
     )
@@ -68,6 +71,7 @@ class Stream:
         self.tokens: list[int] = []  # what the client has
         self.masked: Masked | None = None  # what its worker said of its KV with the last token
         self.group = 0  # siblings have the same number
+        self.plain: PlainStream | None = None  # C writes its events; only while a worker runs it
         self.link: WorkerLink | None = None  # None while it waits or is suspended, and after its end
         self.home: WorkerId | None = None  # that said its last token
         self.metrics: EngineMetrics  # of the rank that runs it, or ran it last; set by the fleet
@@ -88,6 +92,15 @@ class Stream:
     def num_given(self) -> int:
         """Tokens that the next one follows."""
         return len(self.spec.prompt) + len(self.tokens)
+
+    def leave_plain(self) -> None:
+        """Python has its text and its connection again, with all tokens so far."""
+        if self.plain is not None:
+            assert self.link is not None
+            self.link.streams.write_plain()
+        plain, self.plain = self.plain, None
+        if plain is not None:
+            plain.leave()
 
     def mark_lost(self, rank: Rank, now_s: float) -> None:
         """Its worker is gone. A second loss before it went on belongs to the same stall."""
@@ -119,6 +132,17 @@ def count_blocks(siblings: Sequence[Stream], block_size: int) -> int:
     return num_shared + sum(-(-(num_prompt + len(s.tokens) + 1) // block_size) - num_shared for s in siblings)
 
 
+class _PlainToken(NamedTuple):
+    """It has come for a plain stream, and is not written."""
+
+    plain: "PlainStream"
+    stream: Stream
+    output: Output
+    token: int
+    now_s: float
+    gap_s: float  # since the one before
+
+
 class StreamTable:
     """The streams that run at one worker, and how much work they are."""
 
@@ -140,6 +164,8 @@ class StreamTable:
         self._on_divergence = on_divergence
         self._on_broken = on_broken
         self._on_removed = on_removed
+        self._plain: list[_PlainToken] = []  # that have come, and are not written
+        self._broken: list[str] = []
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -168,6 +194,8 @@ class StreamTable:
 
     def remove(self, stream: Stream) -> None:
         """It ends here: finished, failed, cancelled, given back or lost."""
+        if stream.plain is not None:
+            stream.leave_plain()
         del self._streams[stream.spec.id]
         self.prefill_cost -= stream.prefill_cost
         self._num_expected -= stream.num_expected
@@ -184,8 +212,9 @@ class StreamTable:
         return streams
 
     def deliver(self, outputs: list[Output], now_s: float) -> list[str]:
-        """Hand each output to its listener, or drop it. Returns the streams that broke; the worker may forget them."""
-        broken: list[str] = []
+        """Hand each output to its listener, or drop it. Returns the streams that broke; the worker may forget them.
+        Tokens of plain streams wait for `write_plain`."""
+        broken = self.take_broken()
         num_tokens, gaps = 0, []
         for output in outputs:
             stream = self._streams.get(output.id)
@@ -204,6 +233,14 @@ class StreamTable:
             if stream.prefill_cost:
                 self._note_answer(stream, now_s)
             stream.masked = output.masked
+            is_plain = False
+            if stream.plain is not None:
+                if output.finish_reason is None and output.masked is None and token is not None:
+                    assert stream.last_s is not None
+                    self._plain.append(_PlainToken(stream.plain, stream, output, token, now_s, now_s - stream.last_s))
+                    is_plain = True
+                else:
+                    stream.leave_plain()
             if token is not None:
                 tokens.append(token)
                 self._num_keys += 1
@@ -218,16 +255,52 @@ class StreamTable:
                 if stream.spec.params.max_tokens:
                     self._totals.answer_lengths.note(len(tokens))
                 self.remove(stream)
-            try:
-                stream.listener.on_output(output, now_s)
-            except Exception:  # our own bug: it costs this stream, not the rest of the step
-                log.exception("a stream broke")
-                broken.append(output.id)
-                if stream.link is not None:
-                    self.remove(stream)
-                self._break(stream, StreamBroken("Internal server error."))
+            if not is_plain:
+                self._hand(stream, output, now_s)
         self._totals.cadence.note(now_s, num_tokens, gaps)
+        return broken + self.take_broken()
+
+    def take_broken(self) -> list[str]:
+        """Streams that broke since the last look."""
+        broken, self._broken = self._broken, []
         return broken
+
+    def write_plain(self) -> None:
+        """Writes what has come for plain streams, however many steps it is of: one send for each."""
+        if not self._plain:
+            return
+        waiting, self._plain = self._plain, []
+        outcomes = write([each.plain.address for each in waiting], [each.token for each in waiting])
+        written = waiting
+        if outcomes:
+            written = [each for each, outcome in zip(waiting, outcomes, strict=True) if outcome != LEFT]
+            for each, outcome in zip(waiting, outcomes, strict=True):
+                if outcome != WRITTEN:
+                    self._write_rest(each, is_written=outcome != LEFT)
+        if written:
+            metrics = written[0].stream.metrics
+            metrics.num_generation_tokens += len(written)
+            metrics.inter_token_latency_s.observe_all([each.gap_s for each in written])
+
+    def _write_rest(self, token: "_PlainToken", is_written: bool) -> None:
+        """What C has left to Python: this token, or bytes that the client does not take yet."""
+        stream, plain, now_s = token.stream, token.plain, token.now_s
+        if stream.plain is plain:
+            stream.plain = None
+            plain.leave()
+        if not is_written:
+            plain.hand_back(token.token, now_s - token.gap_s)
+            self._hand(stream, token.output, now_s)
+
+    def _hand(self, stream: Stream, output: Output, now_s: float) -> None:
+        try:
+            stream.listener.on_output(output, now_s)
+        except Exception:  # our own bug: it costs this stream, not the rest of the step
+            log.exception("a stream broke")
+            self._broken.append(output.id)
+            if stream.link is not None:
+                self.remove(stream)
+            self._break(stream, StreamBroken("Internal server error."))
 
     def fail(self, stream_id: str, error: EverserveError) -> None:
         """End one stream with an error; nothing happens if it has ended."""

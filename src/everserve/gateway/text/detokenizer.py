@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
+from everserve.ledger.writer import Spellings
+
 _REPLACEMENT = "\ufffd"
 _MAX_HELD = 8  # tokens; whatever ends with a replacement character after so many is not half of a character
 
@@ -33,13 +35,32 @@ class ByteLevelDetokenizer:
 
     def __init__(self, bytes_of: "_TokenBytes") -> None:
         self._bytes_of = bytes_of
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decode = self._decoder.decode
 
     def push(self, token: int) -> str:
         return self._decode(self._bytes_of[token])
 
     def flush(self) -> str:
         return self._decode(b"", True)
+
+    @property
+    def spellings(self) -> Spellings:
+        """The same bytes for C."""
+        return self._bytes_of.spellings
+
+    def learn(self, token: int) -> None:
+        """Spell this token for C, too."""
+        self._bytes_of.spellings.learn(token, self._bytes_of[token])
+
+    @property
+    def pending(self) -> bytes:
+        """What is held back: the first bytes of a character."""
+        return self._decoder.getstate()[0]
+
+    @pending.setter
+    def pending(self, pending: bytes) -> None:
+        self._decoder.setstate((pending, 0))
 
 
 class WindowDetokenizer:
@@ -149,6 +170,7 @@ class _TokenBytes(dict[int, bytes]):
     def __init__(self, tokenizer: Tokenizer, hidden: frozenset[str]) -> None:
         self._tokenizer = tokenizer
         self._hidden = hidden
+        self.spellings = Spellings(tokenizer.get_vocab_size(with_added_tokens=True))
 
     def __missing__(self, token: int) -> bytes:
         content = self._tokenizer.id_to_token(token)

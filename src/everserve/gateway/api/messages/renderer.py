@@ -11,6 +11,7 @@ from everserve.gateway.http import responses, sse
 from everserve.gateway.http.errors import HttpError
 from everserve.gateway.http.responses import Degraded
 from everserve.gateway.streams.choices import Choice
+from everserve.gateway.streams.plain import Around
 from everserve.gateway.text.reading.answers import AnswerReader, Reading
 from everserve.gateway.text.reading.parts import Argued, Called, Thought
 from everserve.tables.outputs import Output
@@ -40,6 +41,10 @@ class MessagesRenderer:
         for step in self._write(choice, text, choice.finish_reason is not None, degraded):
             events += map(_encode, step)
         return events
+
+    def around(self, choice: Choice) -> Around | None:
+        """Each event depends on what was written before."""
+        return None
 
     def ending(self, usage: responses.Usage) -> list[bytes]:
         assert self._choice is not None

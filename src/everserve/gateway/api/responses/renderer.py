@@ -17,6 +17,7 @@ from everserve.gateway.http import sse
 from everserve.gateway.http.errors import HttpError
 from everserve.gateway.http.responses import Degraded, TokenLogprob, Usage
 from everserve.gateway.streams.choices import Choice
+from everserve.gateway.streams.plain import Around
 from everserve.gateway.text.logprobs import chat_logprobs
 from everserve.gateway.text.reading.answers import AnswerReader, Reading
 from everserve.gateway.text.reading.parts import Argued, Called, Said, Thought
@@ -58,6 +59,10 @@ class ResponsesRenderer:
         for step in self._write(choice, text, choice.finish_reason is not None, logprobs, degraded):
             events += map(_encode, step)
         return events
+
+    def around(self, choice: Choice) -> Around | None:
+        """Each event depends on what was written before."""
+        return None
 
     def ending(self, usage: Usage) -> list[bytes]:
         assert self._choice is not None
