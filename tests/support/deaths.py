@@ -27,7 +27,7 @@ import openai
 from everserve.procs.local_server import LocalServer
 from everserve.procs.process import children_of
 from tests.support.cluster import wait_until
-from tests.support.raw_client import Answer, RawClient, post
+from tests.support.raw_client import TIMEOUT_S, Answer, RawClient, post
 
 PROMPTS = ("It was a cold evening in November when", "The sea was", "On the morning of the second day she")
 CHAT = [{"role": "user", "content": "Tell me of the old house by the river."}]
@@ -117,7 +117,7 @@ class Deaths:
         until = self.num_deaths + num
         while self.num_deaths < until:
             before = self.num_right
-            wait_until(lambda before=before: self.num_right > before or self.errors, timeout_s=120)
+            wait_until(lambda before=before: self.num_right > before or self.errors, timeout_s=TIMEOUT_S)
             if self.errors:
                 return
             time.sleep(rng.random() * longest_s)
@@ -200,7 +200,7 @@ class Deaths:
         rng = random.Random(1000 + seed)
 
         def run() -> None:
-            with httpx.Client(base_url=self.server.url, timeout=120) as client:
+            with httpx.Client(base_url=self.server.url, timeout=TIMEOUT_S) as client:
                 while not self.is_over.is_set():
                     which = rng.randrange(len(REQUESTS))
                     path, body = REQUESTS[which]
@@ -214,7 +214,9 @@ class Deaths:
         rng = random.Random(2000 + seed)
 
         def run() -> None:
-            with openai.OpenAI(base_url=f"{self.server.url}/v1", api_key="x", max_retries=0, timeout=120) as client:
+            with openai.OpenAI(
+                base_url=f"{self.server.url}/v1", api_key="x", max_retries=0, timeout=TIMEOUT_S
+            ) as client:
                 while not self.is_over.is_set():
                     which = rng.randrange(10)
                     path, body = REQUESTS[2 * which]
@@ -235,7 +237,9 @@ class Deaths:
         rng = random.Random(5000 + seed)
 
         def run() -> None:
-            with openai.OpenAI(base_url=f"{self.server.url}/v1", api_key="x", max_retries=0, timeout=120) as client:
+            with openai.OpenAI(
+                base_url=f"{self.server.url}/v1", api_key="x", max_retries=0, timeout=TIMEOUT_S
+            ) as client:
                 while not self.is_over.is_set():
                     which = 2 * rng.randrange(10) + 1
                     path, body = REQUESTS[which]
@@ -257,7 +261,7 @@ class Deaths:
 
         async def ask() -> None:
             aiohttp = import_module("aiohttp")
-            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(120)) as client:
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(TIMEOUT_S)) as client:
                 while not self.is_over.is_set():
                     which = rng.randrange(len(REQUESTS))
                     path, body = REQUESTS[which]
@@ -321,7 +325,17 @@ class Deaths:
             while not self.is_over.is_set():
                 which = rng.randrange(len(REQUESTS) - 1)
                 path, body = REQUESTS[which]
-                command = ["curl", "-sS", "-N", "-i", "-m", "120", f"{self.server.url}{path}", "--data-binary", "@-"]
+                command = [
+                    "curl",
+                    "-sS",
+                    "-N",
+                    "-i",
+                    "-m",
+                    str(TIMEOUT_S),
+                    f"{self.server.url}{path}",
+                    "--data-binary",
+                    "@-",
+                ]
                 done = subprocess.run(
                     [*command, "-H", "Content-Type: application/json"],
                     input=json.dumps(body).encode(), capture_output=True, check=False,

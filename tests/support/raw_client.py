@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 600.0  # a gateway that dies every second advances little in its lives
 
 
 @dataclass

@@ -60,6 +60,11 @@ class Injector:
         self._over = asyncio.Event()  # set at the end: stopped processes are woken, devices return
         self.records: list[InjectedFault] = []
 
+    @property
+    def is_here(self) -> bool:
+        """The server's processes are on this host."""
+        return self._root is not None
+
     async def run(self, schedule: Iterable[Fault], until: asyncio.Event) -> None:
         """Inject each fault at its time, until told to end; then wake all stopped processes and return all devices."""
         self._began_s = time.perf_counter()
@@ -139,6 +144,7 @@ class Injector:
             is_ours = victim.pid in children or process.parent_of(victim.pid) in children
             if not is_ours or process.state_of(victim.pid) in (None, "Z", "X"):
                 raise Missed("its process has ended")
+            _check_connections(victim.pid, blow.victim.name, root)
             signal.pidfd_send_signal(pidfd, signal.Signals[f"SIG{blow.what}"])
             if blow.wake_after_s is not None:
                 self._wake_later(self._wake_here(os.dup(pidfd), blow.wake_after_s))
@@ -211,6 +217,16 @@ class Injector:
             with contextlib.suppress(Missed):
                 await self._insist(request, _UNDO_PATIENCE_S)
                 return
+
+
+def _check_connections(pid: int, name: str, root: int) -> None:
+    """Clients' connections live as long as one of gateway and keeper does."""
+    if name == "gateway" and process.parent_of(pid) == root:
+        raise Missed("its keeper has died, and connections would end with it")
+    if name == "keeper" and not any(
+        process.state_of(child) not in (None, "Z", "X") for child in process.children_of(pid)
+    ):
+        raise Missed("it has no gateway, and connections would end with it")
 
 
 def _words(blow: Blow) -> str:

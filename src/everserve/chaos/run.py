@@ -24,7 +24,7 @@ from everserve.chaos.faults import Injector
 from everserve.chaos.findings import Findings
 from everserve.chaos.leaks import Snapshot
 from everserve.chaos.requests import CHATS, TEXT, make_catalogue, tool_probe
-from everserve.chaos.schedule import Fault, make_schedule
+from everserve.chaos.schedule import Fault, Seats, make_schedule
 from everserve.chaos.settings import Settings
 from everserve.chaos.talk import Trouble
 from everserve.chaos.target import NoAnswer, Target, root_here
@@ -190,7 +190,7 @@ class Run:
         settings = self._settings
         schedule = self._schedule
         if schedule is None:
-            schedule = make_schedule(settings.seed, settings.seconds, (await self._target.view()).seats)
+            schedule = make_schedule(settings.seed, settings.seconds, await self._seats(injector))
         self._progress.say(f"{len(schedule)} faults in {settings.seconds:g} s, {settings.num_clients} clients")
         self._progress.begin("storm", settings.seconds, " s")
         self._findings.began_s = began_s = time.perf_counter()
@@ -242,6 +242,12 @@ class Run:
             loop.remove_signal_handler(signal.SIGINT)
 
     # -- after -----------------------------------------------------------------------------------
+
+    async def _seats(self, injector: Injector) -> Seats:
+        """What can be hit. From another host nothing says whether connections would end with a keeper."""
+        seats = (await self._target.view()).seats
+        hit = tuple(name for name in seats.processes if injector.is_here or name != "keeper")
+        return dataclasses.replace(seats, processes=hit)
 
     async def _heal(self) -> float | None:
         self._progress.end()

@@ -5,14 +5,14 @@ since the clients started.
 """
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Any, NamedTuple
 
 SPARE = "spare-0"  # the one that will be needed next, if the server has spares
-PROCESSES = ("gateway", "supervisor", "orchestrator", "anchor", "zygote", SPARE)
+PROCESSES = ("keeper", "gateway", "supervisor", "orchestrator", "anchor", "zygote", SPARE)
 BURST_S = 0.3
 
 # The instance gives up when a process that is not a worker ends more than 10 times in 10 s. Stay below that.
@@ -161,15 +161,19 @@ class _Hits:
 
     def allows(self, at_s: float, blows: Blows) -> bool:
         """Whether no process is hit too often by this."""
-        hit = self._hit(blows)
-        return not any(len(times) == MAX_HITS and at_s - times[0] < HITS_WITHIN_S for times in hit)
+        for name, num in Counter(self._hit(blows)).items():
+            times = self._times[name]
+            num_over = len(times) + num - MAX_HITS
+            if num_over > 0 and at_s - times[num_over - 1] < HITS_WITHIN_S:
+                return False
+        return True
 
     def count(self, at_s: float, blows: Blows) -> None:
-        for times in self._hit(blows):
-            times.append(at_s)
+        for name in self._hit(blows):
+            self._times[name].append(at_s)
 
-    def _hit(self, blows: Blows) -> list[deque[float]]:
-        return [self._times[blow.victim.name] for blow in blows if blow.victim.name in PROCESSES]
+    def _hit(self, blows: Blows) -> list[str]:
+        return [blow.victim.name for blow in blows if blow.victim.name in PROCESSES]
 
 
 class _Gone:
@@ -253,6 +257,12 @@ def _kill_worker_and_supervisor(dice: random.Random, seats: Seats) -> Blows:
     """A worker, and the supervisor that has its successor started: before that, in the middle of it, or after it."""
     after_s = round(dice.choice((0.0, dice.uniform(0.0, BURST_S))), 3)
     return Blow(0.0, dice.choice(seats.workers), "KILL"), Blow(after_s, Victim("supervisor"), "KILL")
+
+
+def _kill_worker_and_gateway(dice: random.Random, seats: Seats) -> Blows:
+    """A worker, and the gateway that would give its streams to others: in the same moment, or while it does."""
+    after_s = round(dice.choice((0.0, 0.005, dice.uniform(0.0, BURST_S))), 3)
+    return Blow(0.0, dice.choice(seats.workers), "KILL"), Blow(after_s, Victim("gateway"), "KILL")
 
 
 def _kill_supervisor_twice(dice: random.Random, seats: Seats) -> Blows:
@@ -488,10 +498,18 @@ _KINDS: dict[str, tuple[int, Callable[[Seats], bool], Make]] = {
     "kill the gateway": (2, _has("gateway"), _kill("gateway")),
     "stop the gateway": (1, _has("gateway"), _stop_process("gateway")),
     "kill the gateway and the orchestrator": (1, _has("gateway", "orchestrator"), _kill("gateway", "orchestrator")),
+    "kill a worker and the gateway": (2, _both(_any, _has("gateway")), _kill_worker_and_gateway),
+    "kill the gateway and the supervisor": (1, _has("gateway", "supervisor"), _kill("gateway", "supervisor")),
+    "kill the keeper": (1, _has("keeper"), _kill("keeper")),
+    "kill the keeper and the supervisor": (1, _has("keeper", "supervisor"), _kill("keeper", "supervisor")),
     "kill the supervisor": (2, _has("supervisor"), _kill("supervisor")),
     "kill the supervisor twice": (1, _has("supervisor"), _kill_supervisor_twice),
     "stop the supervisor": (1, _has("supervisor"), _stop_process("supervisor")),
     "kill a worker and the supervisor": (2, _both(_any, _has("supervisor")), _kill_worker_and_supervisor),
+    "kill the gateway and all that decide": (
+        *(1, _has("gateway", "supervisor", "orchestrator", "anchor", "zygote")),
+        _kill("gateway", "supervisor", "orchestrator", "anchor", "zygote"),
+    ),
     "kill all that decide": (
         *(1, _has("supervisor", "orchestrator", "anchor", "zygote")),
         _kill("supervisor", "orchestrator", "anchor", "zygote"),

@@ -5,6 +5,7 @@ pages.py        chains of pages: bytes that grow at one end and are dropped at t
 connections.py  one connection: what it has received (inbox), what it is to be sent (ring), and how far that is (commit)
 requests.py     one request that generates: its journal, from which its answer can be written again
 ledger.py       all of it, and what one gateway leaves to the next
+writer.py       events of plain streams, written by csrc/writer.c
 sockets.py      what the kernel knows of a connection: its cookie, and how many bytes went in and out
 
 The rules by which nothing is lost and nothing is sent twice, whichever instruction a gateway dies at:

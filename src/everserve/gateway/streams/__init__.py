@@ -8,6 +8,7 @@ poison.py          streams that may be what kills their workers
 log_references.py  KV logs that streams still need
 choices.py         one choice: tokens in, text out
 journal.py         what an answer is made of, written down in the ledger first
+plain.py           streams whose events are written in C
 outbox.py          from the callbacks that make events to the task that writes them
 resumable.py       streams of clients that may lose their connections and come back
 metrics.py         what is counted and measured
