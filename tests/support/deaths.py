@@ -299,6 +299,7 @@ class Deaths:
                 begun = await client.last_word(post(*REQUESTS[rng.randrange(20)]), num_cuts=rng.choice((0, 1)))
                 assert b"HTTP/1.1 200 OK".startswith(begun[:15]), begun[:300]
                 self.right["half-closed"] += 1
+                await asyncio.sleep(rng.random())  # so that others get most of the time
 
         async def run() -> None:
             await asyncio.gather(*(ask(seed) for seed in range(num)))

@@ -13,10 +13,10 @@ from everserve.procs import process
 
 _MEMORY = "/memfd:everserve-"  # how our shared memory is called in /proc
 
-# The gateway has a socket for each client that happens to be connected; one of them is ours, for /cluster. The
-# descriptors of all other processes are channels and memory, and their number follows from the set of processes. Fewer
-# is no leak: a new anchor has no descriptors of memory that its workers hold already.
-_MORE_FDS = {"gateway": 2}
+# The gateway has a socket for each client that happens to be connected, and so has its keeper; one of them is ours, for
+# /cluster. The descriptors of all other processes are channels and memory, and their number follows from the set of
+# processes. Fewer is no leak: a new anchor has no descriptors of memory that its workers hold already.
+_MORE_FDS = {"gateway": 2, "keeper": 2}
 
 # On a device, descriptors keep memory that no process has mapped, and nothing tells how much: what is left is to ask
 # how much of all devices is in use. That is the same before and after, but for what each process that uses a device
@@ -109,7 +109,7 @@ def compare(before: Snapshot, after: Snapshot) -> list[str]:
         found.append(f"processes: {sorted(before.holdings)} before, {sorted(after.holdings)} after")
     for name in before.holdings.keys() & after.holdings.keys():
         old, new = before.holdings[name], after.holdings[name]
-        if new.num_fds > old.num_fds + _MORE_FDS.get(name, 0):
+        if new.num_fds > old.num_fds + _MORE_FDS.get(name.partition("-")[0], 0):
             found.append(f"{name}: {old.num_fds} descriptors before, {new.num_fds} after")
         more, fewer = new.mappings - old.mappings, old.mappings - new.mappings
         if more or fewer:

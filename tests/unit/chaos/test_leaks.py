@@ -118,6 +118,13 @@ def test_a_process_that_is_missing():
     assert leaks.compare(before, connected) == [], "clients may be connected"
 
 
+@pytest.mark.parametrize("name", ["gateway", "gateway-1", "keeper", "keeper-2"])
+def test_gateways_and_keepers_have_the_same_clients(name: str):
+    before = Snapshot({name: Holding(30, NOTHING)}, (), 0, 0, 0)
+    assert leaks.compare(before, replace(before, holdings={name: Holding(31, NOTHING)})) == []
+    assert leaks.compare(before, replace(before, holdings={name: Holding(33, NOTHING)})) != []
+
+
 def test_device_memory(tree, tmp_path, monkeypatch):
     """Asked for only if somebody has a device; here that is /dev/null, and a script knows how much is in use."""
     monkeypatch.setattr(leaks, "_DEVICE_FILE", re.compile("/dev/null"))

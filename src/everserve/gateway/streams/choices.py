@@ -138,7 +138,7 @@ class Choice:
 
     @property
     def bare_detokenizer(self) -> ByteLevelDetokenizer | None:
-        """That makes all of the text; None: there is more to it."""
+        """The detokenizer, if it makes all of the text; None: there is more to it."""
         text = self._detokenizer
         return text if self._stops is None and isinstance(text, ByteLevelDetokenizer) else None
 
