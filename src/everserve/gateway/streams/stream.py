@@ -13,7 +13,7 @@ lost: the stream fails, because what follows would be wrong. Outputs for streams
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from everserve.errors import EverserveError, RequestError
 from everserve.gateway.streams.log_references import LostLogs
@@ -132,15 +132,8 @@ def count_blocks(siblings: Sequence[Stream], block_size: int) -> int:
     return num_shared + sum(-(-(num_prompt + len(s.tokens) + 1) // block_size) - num_shared for s in siblings)
 
 
-class _PlainToken(NamedTuple):
-    """It has come for a plain stream, and is not written."""
-
-    plain: "PlainStream"
-    stream: Stream
-    output: Output
-    token: int
-    now_s: float
-    gap_s: float  # since the one before
+# A token that has come for a plain stream, and is not written: when, and how long after the one before.
+_PlainToken = tuple["PlainStream", Stream, Output, int, float, float]
 
 
 class StreamTable:
@@ -221,7 +214,19 @@ class StreamTable:
             if stream is None:
                 continue  # late
             tokens, token = stream.tokens, output.token
-            if output.index != len(tokens):
+            plain, is_next = stream.plain, output.index == len(tokens)
+            if plain is not None:
+                if is_next and token is not None and output.finish_reason is None and output.masked is None:
+                    gap_s = now_s - (stream.last_s or now_s)
+                    self._plain.append((plain, stream, output, token, now_s, gap_s))
+                    self._note_token(stream, token)
+                    stream.masked, stream.last_s = None, now_s
+                    if gap_s > 0:
+                        gaps.append(gap_s)
+                    num_tokens += 1
+                    continue
+                stream.leave_plain()
+            if not is_next:
                 if output.index < len(tokens):
                     self._totals.num_stale += 1
                     if token is not None and token != tokens[output.index] and output.masked is stream.masked is None:
@@ -233,20 +238,8 @@ class StreamTable:
             if stream.prefill_cost:
                 self._note_answer(stream, now_s)
             stream.masked = output.masked
-            is_plain = False
-            if stream.plain is not None:
-                if output.finish_reason is None and output.masked is None and token is not None:
-                    assert stream.last_s is not None
-                    self._plain.append(_PlainToken(stream.plain, stream, output, token, now_s, now_s - stream.last_s))
-                    is_plain = True
-                else:
-                    stream.leave_plain()
             if token is not None:
-                tokens.append(token)
-                self._num_keys += 1
-                if stream.num_expected > 1:
-                    stream.num_expected -= 1
-                    self._num_expected -= 1
+                self._note_token(stream, token)
                 num_tokens += 1
                 if stream.last_s is not None and now_s > stream.last_s:  # tokens that come together end one gap
                     gaps.append(now_s - stream.last_s)
@@ -255,10 +248,16 @@ class StreamTable:
                 if stream.spec.params.max_tokens:
                     self._totals.answer_lengths.note(len(tokens))
                 self.remove(stream)
-            if not is_plain:
-                self._hand(stream, output, now_s)
+            self._hand(stream, output, now_s)
         self._totals.cadence.note(now_s, num_tokens, gaps)
         return broken + self.take_broken()
+
+    def _note_token(self, stream: Stream, token: int) -> None:
+        stream.tokens.append(token)
+        self._num_keys += 1
+        if stream.num_expected > 1:
+            stream.num_expected -= 1
+            self._num_expected -= 1
 
     def take_broken(self) -> list[str]:
         """Streams that broke since the last look."""
@@ -270,7 +269,7 @@ class StreamTable:
         if not self._plain:
             return
         waiting, self._plain = self._plain, []
-        outcomes = write([each.plain.address for each in waiting], [each.token for each in waiting])
+        outcomes = write([each[0].address for each in waiting], [each[3] for each in waiting])
         written = waiting
         if outcomes:
             written = [each for each, outcome in zip(waiting, outcomes, strict=True) if outcome != LEFT]
@@ -278,19 +277,19 @@ class StreamTable:
                 if outcome != WRITTEN:
                     self._write_rest(each, is_written=outcome != LEFT)
         if written:
-            metrics = written[0].stream.metrics
+            metrics = written[0][1].metrics
             metrics.num_generation_tokens += len(written)
-            metrics.inter_token_latency_s.observe_all([each.gap_s for each in written])
+            metrics.inter_token_latency_s.observe_all([each[5] for each in written])
 
-    def _write_rest(self, token: "_PlainToken", is_written: bool) -> None:
+    def _write_rest(self, waiting: "_PlainToken", is_written: bool) -> None:
         """What C has left to Python: this token, or bytes that the client does not take yet."""
-        stream, plain, now_s = token.stream, token.plain, token.now_s
+        plain, stream, output, token, now_s, gap_s = waiting
         if stream.plain is plain:
             stream.plain = None
             plain.leave()
         if not is_written:
-            plain.hand_back(token.token, now_s - token.gap_s)
-            self._hand(stream, token.output, now_s)
+            plain.hand_back(token, now_s - gap_s)
+            self._hand(stream, output, now_s)
 
     def _hand(self, stream: Stream, output: Output, now_s: float) -> None:
         try:
