@@ -28,8 +28,9 @@ from tests.support.raw_client import RawClient, post
 from tests.support.stepping import CannotTrace, Stepped, Stop
 
 OPTIONS = {"model": "demo", "temperature": 1.0, "ignore_eos": True}
+STREAM = {**OPTIONS, "prompt": PROMPTS[0], "seed": 1, "stream": True}
 ASKED = (
-    post("/v1/completions", {**OPTIONS, "prompt": PROMPTS[0], "max_tokens": 16, "seed": 1, "stream": True}),
+    post("/v1/completions", {**STREAM, "max_tokens": 16}),
     post("/v1/completions", {**OPTIONS, "prompt": PROMPTS[1], "max_tokens": 4, "seed": 2}, chunked=True),
     post("/v1/chat/completions", {**OPTIONS, "messages": CHAT, "max_tokens": 16, "seed": 3, "stream": True}),
 )
@@ -42,8 +43,9 @@ Kill = Callable[[Stepped], None]
 class Client(threading.Thread):
     """Asks, and compares every byte. `port`: its own, when it is connected."""
 
-    def __init__(self, address: tuple[str, int], known: list[Any] | None) -> None:
+    def __init__(self, address: tuple[str, int], asked: tuple[bytes, ...], known: list[Any] | None) -> None:
         super().__init__()
+        self._asked = asked
         self.port = 0
         self.answers: list[Any] = []
         self.error: BaseException | None = None
@@ -59,10 +61,10 @@ class Client(threading.Thread):
     async def _ask(self) -> None:
         client = await RawClient.connect(self._address, random.Random(1))
         self.port = client.port
-        await client.send([*ASKED[:2]], num_cuts=1)
+        await client.send([*self._asked[:2]], num_cuts=1)
         self.answers.append((await client.receive()).normal())
-        await client.send([ASKED[2]])
-        self.answers += [(await client.receive()).normal() for _ in ASKED[1:]]
+        await client.send([self._asked[2]])
+        self.answers += [(await client.receive()).normal() for _ in self._asked[1:]]
         await client.close()
         assert self._known in (None, self.answers), f"{self.answers} instead of {self._known}"
 
@@ -70,15 +72,16 @@ class Client(threading.Thread):
 class Walk:
     """A server, and what its gateway does for one client, call by call."""
 
-    def __init__(self, server: LocalServer) -> None:
+    def __init__(self, server: LocalServer, asked: tuple[bytes, ...] = ASKED) -> None:
         self.deaths = Deaths(server)
+        self._asked = asked
         self.known: list[Any] | None = None
         self._pid = 0  # of the gateway
 
     def go(self, is_over: Callable[[list[Site]], bool] = lambda sites: False, kill: Kill = Stepped.kill) -> list[Site]:
         """All calls, or those up to the one at which the gateway is killed. The answers are compared."""
         wait_until(lambda: self.deaths.gateway() is not None, timeout_s=60)
-        client = Client(self.deaths.address, self.known)
+        client = Client(self.deaths.address, self._asked, self.known)
         self._pid = self.deaths.gateway() or 0
         stepped = Stepped(self._pid)
         sites: list[Site] = []
@@ -170,8 +173,11 @@ def test_the_test_finds_a_gateway_that_believes_what_was_committed_to_be_sent(wa
             connection.put(connection.commit._replace(ring_end=older.ring_end))
         os.kill(keeper, signal.SIGCONT)
 
+    long = post("/v1/completions", {**STREAM, "max_tokens": 300})  # of many chunks, unless the gateway has no time
+    walk = Walk(walk.deaths.server, (long, *ASKED[1:]))
+    walk.go()
     with pytest.raises(AssertionError, match="instead of"):
-        for _ in range(10):  # the worker may be so fast that there is one chunk
+        for _ in range(20):
             walk.go(is_unsent, believe)
 
 
