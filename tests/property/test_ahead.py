@@ -10,7 +10,7 @@ from tests.property.engine_streams import EngineStreams
 from tests.property.test_engine_schedules import prompts
 from tests.support import guides
 from tests.support.examples import examples
-from tests.support.toy import LaggingForward, make_engine
+from tests.support.toy import Clairvoyant, LaggingForward, make_engine
 
 params = st.fixed_dictionaries(
     {
@@ -45,13 +45,15 @@ def test_every_stream_is_what_it_would_be_alone(events, num_blocks, budget, pref
         return made[0]
 
     laziness = [rng.random(), False]  # how often the device computes late; whether it does so now for sure
+    visible_keys = rng.choice([None, 9])
     engine, model = make_engine(
         num_blocks=num_blocks,
         max_num_batched_tokens=budget,
         max_prefill_while_decoding=max(1, budget // 2),
         enable_prefix_caching=prefix_caching,
-        visible_keys=rng.choice([None, 9]),
+        visible_keys=visible_keys,
         make_forward=make_forward,
+        drafting=Clairvoyant(rng, visible_keys) if rng.random() < 0.5 else None,
     )
     (forward,) = made
     streams = EngineStreams(engine, model)

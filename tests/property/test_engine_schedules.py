@@ -10,7 +10,7 @@ from everserve.tables.requests import Flow
 from tests.property.engine_streams import EngineStreams
 from tests.support import guides
 from tests.support.examples import examples
-from tests.support.toy import make_engine
+from tests.support.toy import Clairvoyant, make_engine
 
 prompts = st.one_of(
     st.lists(st.integers(0, 96), min_size=1, max_size=40),
@@ -42,14 +42,22 @@ events = st.lists(
 
 
 @examples(38)
-@given(events, st.sampled_from([16, 18, 24]), st.sampled_from([3, 16]), st.booleans(), st.sampled_from([None, 1, 9]))
-def test_every_stream_is_what_it_would_be_alone(events, num_blocks, budget, prefix_caching, visible_keys):
+@given(
+    events,
+    st.sampled_from([16, 18, 24]),
+    st.sampled_from([3, 16]),
+    st.booleans(),
+    st.sampled_from([None, 1, 9]),
+    st.one_of(st.none(), st.randoms(use_true_random=False)),
+)
+def test_every_stream_is_what_it_would_be_alone(events, num_blocks, budget, prefix_caching, visible_keys, rng):
     engine, model = make_engine(
         num_blocks=num_blocks,
         max_num_batched_tokens=budget,
         max_prefill_while_decoding=max(1, budget // 2),
         enable_prefix_caching=prefix_caching,
         visible_keys=visible_keys,
+        drafting=Clairvoyant(rng, visible_keys) if rng is not None else None,
     )
     streams = EngineStreams(engine, model)
     for event in events:

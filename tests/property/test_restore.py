@@ -9,6 +9,7 @@ The pool lies beside the log ("mirror"), or in it; then a successor takes over t
 
 import itertools
 import os
+import random
 from dataclasses import dataclass
 from math import inf
 
@@ -23,7 +24,7 @@ from everserve.tables.outputs import Output
 from everserve.tables.requests import RequestSpec
 from tests.support import guides
 from tests.support.examples import examples
-from tests.support.toy import VOCAB, LoggedToy, StepAbandoned, ToyConfig, make_config, run_alone, spec
+from tests.support.toy import VOCAB, Clairvoyant, LoggedToy, StepAbandoned, ToyConfig, make_config, run_alone, spec
 
 HEADER_WORDS = 8
 ROOMY = 128  # blocks: enough for everybody, so that nobody takes blocks that a successor's streams still need
@@ -92,8 +93,11 @@ configs = st.fixed_dictionaries(
 class Worker(LoggedToy):
     """One incarnation."""
 
-    def __init__(self, config: ToyConfig, is_in_place: bool, memory: int | None = None) -> None:
-        super().__init__(config, is_in_place, memory)
+    def __init__(
+        self, config: ToyConfig, is_in_place: bool, memory: int | None = None, rng: random.Random | None = None
+    ) -> None:
+        drafting = Clairvoyant(rng, config.limits.visible_keys) if rng is not None else None
+        super().__init__(config, is_in_place, memory, drafting)
         self.logged: dict[str, int] = {}  # how many tokens of each stream must be in the log
         self.promises: dict[str, int] = {}  # how many tokens of a stream need to be computed again at most
 
@@ -134,15 +138,17 @@ class Grave:
 class World:
     """Clients, and the workers that serve them."""
 
-    def __init__(self, config: ToyConfig, is_in_place: bool) -> None:
+    def __init__(self, config: ToyConfig, is_in_place: bool, rng: random.Random | None = None) -> None:
+        """`rng`: of drafts; None: there are none."""
         self.config = config
+        self.rng = rng
         self.is_in_place = is_in_place
         self.specs: dict[str, RequestSpec] = {}
         self.streams: dict[str, list[int | None]] = {}  # what each client has
         self.given: dict[str, int] = {}  # how many of these its worker was given: they cannot be lost
         self.finished: set[str] = set()
         self.cancelled: set[str] = set()
-        self.workers = [Worker(config, is_in_place)]
+        self.workers = [Worker(config, is_in_place, rng=rng)]
         self.graves: list[Grave] = []
 
     def live(self, worker: Worker, life: list[tuple], is_expecting: bool = False) -> None:
@@ -206,7 +212,7 @@ class World:
     def succeed(self, grave: Grave) -> Worker:
         """A new worker takes the seat: with the old memory, or with new memory."""
         memory = grave.memory if self.is_in_place else None
-        successor = Worker(self.config, self.is_in_place, memory)
+        successor = Worker(self.config, self.is_in_place, memory, self.rng)
         self.workers.append(successor)
         if memory is None:
             os.close(grave.memory)
@@ -256,11 +262,11 @@ def corrupt(memory: int, damage: list[tuple[float, int]]) -> None:
 
 
 @examples(10)
-@given(rounds, configs, st.booleans(), st.booleans())
-def test_streams_go_on_from_the_log_wherever_their_worker_died(rounds, config, is_in_place, two):
-    world = World(config, is_in_place)
+@given(rounds, configs, st.booleans(), st.booleans(), st.one_of(st.none(), st.randoms(use_true_random=False)))
+def test_streams_go_on_from_the_log_wherever_their_worker_died(rounds, config, is_in_place, two, rng):
+    world = World(config, is_in_place, rng)
     if two:
-        world.workers.append(Worker(config, is_in_place))
+        world.workers.append(Worker(config, is_in_place, rng=rng))
     for life, who, death, life_of_successor in rounds:
         victim = world.workers[who % len(world.workers)]
         world.live(victim, life)

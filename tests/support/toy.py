@@ -8,9 +8,11 @@ log.
 import ctypes
 import dataclasses
 import os
+import random
 import time
 import zlib
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 import msgspec
@@ -26,6 +28,8 @@ from everserve.engine.forward import EagerForward, Forward
 from everserve.engine.journal import Journal
 from everserve.engine.limits import EngineLimits
 from everserve.engine.saved import Saved
+from everserve.engine.sequence import Chunk, Sequence
+from everserve.engine.speculation import Drafting
 from everserve.kvlog.chains import key_of
 from everserve.kvlog.layout import LogShape
 from everserve.kvlog.log import Log
@@ -230,22 +234,59 @@ class _LaggingStep:
         return self.result
 
 
+class Clairvoyant:
+    """Drafts of which some are right: it knows what a stream is alone. `rng` says how many there are, and how many of
+    them are what comes."""
+
+    def __init__(self, rng: random.Random, visible_keys: int | None = None) -> None:
+        self.num_accepted = self.num_rejected = 0
+        self._rng = rng
+        self._visible_keys = visible_keys
+        self._alone: dict[str, list[int]] = {}
+
+    def drafts(self, sequences: SequenceOf[Sequence]) -> list[tuple[int, ...]]:
+        return [self._drafts(sequence) for sequence in sequences] if self._rng.random() < 0.7 else []
+
+    def may_have_drafts(self, sequences: SequenceOf[Sequence]) -> bool:
+        return self._rng.random() < 0.3
+
+    def note(self, given: list[Chunk], counted: list[Chunk], seconds: float) -> None:
+        for before, after in zip(given, counted, strict=True):
+            assert after.num_tokens <= before.num_tokens
+            self.num_accepted += after.num_tokens - 1
+            self.num_rejected += before.num_tokens - after.num_tokens
+
+    def _drafts(self, sequence: Sequence) -> tuple[int, ...]:
+        """No more than could be of use: room for KV behind the last token is not to be had."""
+        given = sequence.spec
+        if given.id not in self._alone:
+            request = msgspec.structs.replace(given, known=as_tokens([]), masked=None)
+            self._alone[given.id] = run_alone(request, visible_keys=self._visible_keys)
+        num = min(self._rng.randrange(6), sequence.num_most - len(sequence.tokens) - 1)
+        right = self._alone[given.id][sequence.num_output :][: self._rng.randrange(7)]
+        wrong = [self._rng.randrange(VOCAB) for _ in range(max(num, 0))]
+        return tuple([*right, *wrong][: max(num, 0)])
+
+
 def make_engine(
     num_blocks: int = 24,
     block_size: int = 4,
     make_forward: Callable[[ToyModel], Forward] = eager,
     clock: Callable[[], float] = time.monotonic,
+    drafting: Drafting | None = None,
     **overrides: object,
 ) -> tuple[Engine, ToyModel]:
     model = ToyModel(num_blocks, block_size, visible_keys=overrides.get("visible_keys"))  # type: ignore[arg-type]
     config = make_config(num_blocks, block_size, **overrides)  # type: ignore[arg-type]
-    return Engine(*config, ReferenceOps(), make_forward(model), clock), model
+    return Engine(*config, ReferenceOps(), make_forward(model), clock, drafting=drafting), model
 
 
 class LoggedToy:
     """An engine with a log: beside its pool, or with the pool in it. Memory that holds a log already is adopted."""
 
-    def __init__(self, config: ToyConfig, is_in_place: bool, memory: int | None = None) -> None:
+    def __init__(
+        self, config: ToyConfig, is_in_place: bool, memory: int | None = None, drafting: Drafting | None = None
+    ) -> None:
         self.config = config
         self.shape = LogShape(
             num_blocks=config.limits.num_blocks,
@@ -264,7 +305,7 @@ class LoggedToy:
         writer = self.make_writer()
         assert writer.pool_is_in_log == is_in_place
         self.journal = Journal(writer)
-        self.engine = Engine(*config, ReferenceOps(), self.make_forward(), journal=self.journal)
+        self.engine = Engine(*config, ReferenceOps(), self.make_forward(), journal=self.journal, drafting=drafting)
 
     def open_log(self) -> Log:
         return Log(self.memory, self.shape)

@@ -1,5 +1,6 @@
 """`everserve serve --config file.yaml`: flags from a file."""
 
+import json
 from pathlib import Path
 
 import typer
@@ -24,7 +25,8 @@ def load(context: typer.Context, path: Path | None) -> Path | None:
     names = {str(key): str(key).lstrip("-").replace("-", "_") for key in values}
     if unknown := [_suggest(key, name, known) for key, name in names.items() if name not in known]:
         raise ConfigError(f"--config {path}: unknown: {'; '.join(unknown)}; see `everserve serve --help`")
-    named = dict(zip(names.values(), values.values(), strict=True))
+    said = [json.dumps(value) if isinstance(value, dict) else value for value in values.values()]
+    named = dict(zip(names.values(), said, strict=True))
     context.default_map = {**(context.default_map or {}), **named}
     return path
 

@@ -95,6 +95,8 @@ class _Option:
                 type_, default = GenericAlias(list, item), default and list(default)
             else:
                 type_, default = str, default if default is None else ",".join(map(str, default))
+        elif isinstance(type_, type) and issubclass(type_, Config):  # the flag's `parse` makes one
+            type_, default = str, None
         type_ = type_ if default is not None else type_ | None
         option = typer.Option(*spelled, help=self.help(), min=flag.min, max=flag.max, envvar=flag.envvar)
         return inspect.Parameter(

@@ -37,8 +37,8 @@ _INSTEAD = {
     ),
     "llguidance follows all grammars; leave it out": ("structured-outputs-config", "guided-decoding-backend"),
     "no code of a client is ever run; leave it out": ("logits-processor-pattern", "logits-processors"),
-    "speculative decoding is not built; leave it out": (
-        *("speculative-config", "speculative-model", "num-speculative-tokens", "spec-method", "spec-model"),
+    "--speculative-config has it": (
+        *("speculative-model", "num-speculative-tokens", "spec-method", "spec-model"),
         *("spec-tokens", "num-lookahead-slots"),
     ),
     "adapters are not built: merge them into the model's weights first": (
@@ -133,7 +133,6 @@ _SHORT = {
     "-pp": "pipeline-parallel-size",
     "-dcp": "decode-context-parallel-size",
     "-pcp": "prefill-context-parallel-size",
-    "-sc": "speculative-config",
     "-cc": "compilation-config",
     "-O": "optimization-level",
     "-ac": "attention-config",

@@ -3,6 +3,7 @@
 from typing import Annotated
 
 from everserve.config.base import Config, Flag
+from everserve.config.speculation import NO_DRAFTS, Speculation, read_speculation
 
 
 class EngineConfig(Config, frozen=True, kw_only=True):
@@ -40,4 +41,16 @@ class EngineConfig(Config, frozen=True, kw_only=True):
         Flag("Size of the KV cache; overrides --gpu-memory-utilization.", name="kv_cache_memory_bytes", min=1),
     ]
     enable_prefix_caching: Annotated[bool, Flag("Reuse the KV of equal prefixes.")] = True
+    speculation: Annotated[
+        Speculation,
+        Flag(
+            "Drafts, in JSON: how many tokens that may come next are computed beside one that does, and how they are"
+            ' found: {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4, "prompt_lookup_min": 2}.'
+            " They count if they are what comes anyway, so no answer changes; where they do not pay there are none.",
+            name="speculative_config",
+            short="-sc",
+            on_device={"cpu": Speculation(num_speculative_tokens=8), "cuda": NO_DRAFTS},
+            parse=read_speculation,
+        ),
+    ] = NO_DRAFTS
     launch_ahead: bool = True  # on a GPU (engine/ahead.py); False in tests and benchmarks of steps one by one

@@ -67,12 +67,14 @@ class Lead:
 
 
 class Launched(NamedTuple):
-    """A step on its way. `kept`: which of the chunks that were launched these are; None: all."""
+    """A step on its way. `kept`: which of the chunks that were launched these are; None: all. `is_decoding`: they are
+    one more token, and perhaps drafts, of every running stream."""
 
     chunks: list[Chunk]
     rows: Rows
     pending: Pending
     kept: list[int] | None = None
+    is_decoding: bool = False
 
     def of_running(self) -> "Launched":
         """What a step that was launched ahead becomes when the step before it has ended: what still counts, with the
@@ -90,7 +92,7 @@ class Launched(NamedTuple):
                 logits_rows_L=rows.logits_rows_L[: len(kept)],
             )
         tokens_T = np.array([chunk[0].tokens[-1] for chunk in chunks], np.int32)
-        return Launched(chunks, rows._replace(tokens_T=tokens_T), self.pending, kept)
+        return Launched(chunks, rows._replace(tokens_T=tokens_T), self.pending, kept, self.is_decoding)
 
     def chosen(self, tokens: list[int]) -> list[int]:
         """The tokens that the device has chosen: those of these chunks."""

@@ -105,7 +105,10 @@ def lay_out(chunks: list[Chunk], block_size: int, num_ahead: list[int] | None = 
         sequence, num = chunk.sequence, chunk.num_tokens
         first, end = sequence.num_computed, row + num
         position = np.arange(first, first + num, dtype=np.int32)
-        tokens[row:end] = sequence.tokens[first : first + num]
+        if chunk.drafts:
+            tokens[row], tokens[row + 1 : end] = sequence.tokens[first], chunk.drafts
+        else:
+            tokens[row:end] = sequence.tokens[first : first + num]
         positions[row:end] = position
         kv_slots[row:end] = tables[i, position // block_size] * block_size + position % block_size
         logits_rows.extend(wanted_rows(chunk, row))
@@ -156,13 +159,14 @@ def to_batch(rows: Rows, device: torch.device) -> StepBatch:
 
 
 def wanted_rows(chunk: Chunk, first_row: int) -> range:
-    """The rows whose logits this chunk needs: its last one if that gives a token, all of them for prompt logprobs.
+    """The rows whose logits this chunk needs: its last one if that gives a token, all of them for prompt logprobs or
+    with drafts.
 
     Row j of a prompt predicts prompt token j + 1; so all rows of the chunk but a completing last one are needed for
     prompt logprobs, and that last one gives the first output token.
     """
     end = first_row + chunk.num_tokens
-    if chunk.sequence.wants_prompt_logprobs:
+    if chunk.drafts or chunk.sequence.wants_prompt_logprobs:
         return range(first_row, end)
     return range(end - 1, end) if chunk.completes else range(0)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import repeat
+from itertools import accumulate, repeat
 from time import monotonic
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ from everserve.engine.restoring import Restorer
 from everserve.engine.saved import Restored, Saved
 from everserve.engine.scheduler import Scheduler
 from everserve.engine.sequence import Chunk, Sequence
+from everserve.engine.speculation import Drafting
 from everserve.engine.step_times import StepTimes
 from everserve.engine.undo import UndoLog
 from everserve.errors import KvLost, RequestError, StepAbandoned
@@ -77,6 +78,15 @@ class StepResult:
         return [_output(*advanced) for advanced in self.advanced]
 
 
+class _Found(NamedTuple):
+    """What a step has found out. Streams have their tokens, and nothing else has changed."""
+
+    chunks: list[Chunk]  # what counts of those that were computed
+    advanced: list[_Advanced]
+    failed: list[Failure]
+    ended: list[Sequence]
+
+
 def _output(
     sequence: Sequence,
     index: int,
@@ -115,11 +125,13 @@ class Engine:
         clock: Callable[[], float] = monotonic,
         journal: Journal | None = None,
         kv_elsewhere: KvElsewhere | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         self.config = config
         self.limits = limits
         self._ops = ops
         self._forward = forward
+        self._drafting = drafting
         self._clock = clock
         self._journal = journal
         self.times = StepTimes(clock)
@@ -134,6 +146,7 @@ class Engine:
         self._num_prompt_tokens = 0
         self._num_generated_tokens = 0
         self._num_known_tokens = 0
+        self._num_drafts = self._num_draft_tokens = self._num_accepted_tokens = 0
         self._num_masked_tokens = 0
         self._num_unmasked_tokens = 0
         self._prefill_cost = 0
@@ -255,28 +268,28 @@ class Engine:
             if step is None:
                 meanwhile()
                 return StepResult([], [], [], [], regained=self._take_regained())
-            results = self._run(step, meanwhile, may_go_ahead, is_quiet)
+            found = self._run(step, meanwhile, may_go_ahead, is_quiet)
         except KvLost as lost:
             self._abandon()
             return self._without_kv(str(lost))
         except BaseException:
             self._abandon()
             raise
-        chunks = step.chunks
-        self._count(chunks)
-        self.scheduler.commit(chunks)
+        self._count(found.chunks)
+        self.scheduler.commit(found.chunks)
         self._note_preempted()
         for sequence in self.scheduler.started:
             sequence.note_start(began_s)
-        advanced, failed = self._advance(results)
+        for sequence in found.ended:
+            self._end(sequence, is_delivered=False)
+        for failure in found.failed:
+            self.cancel(failure.id)
         if self.scheduler.mask_id:
-            self._num_masked_tokens += len(advanced)
-        seconds = self.times.end()
-        if not self.scheduler.restored:
-            self.scheduler.chunk_sizes.add(*self._load, seconds)
+            self._num_masked_tokens += len(found.advanced)
+        self._note_time(step, found)
         regained = self._take_regained()
         preempted = [*(regained.preempted if regained is not None else ()), *self.scheduler.preempted]
-        return StepResult(advanced, failed, preempted, self.scheduler.restored, regained=regained)
+        return StepResult(found.advanced, found.failed, preempted, self.scheduler.restored, regained=regained)
 
     def forget_ahead(self) -> None:
         """Between two calls of `step`: wait for the end of a step that is on its way. It never happened."""
@@ -365,7 +378,27 @@ class Engine:
             num_lost_tokens=regainer.num_lost if regainer is not None else 0,
             num_regained_bytes=regainer.num_bytes if regainer is not None else 0,
             num_taken_back=scheduler.num_taken_back,
+            num_drafts=self._num_drafts,
+            num_draft_tokens=self._num_draft_tokens,
+            num_accepted_tokens=self._num_accepted_tokens,
         )
+
+    def _note_time(self, step: Launched, found: _Found) -> None:
+        """How long it took, for those who decide what the next steps should have."""
+        seconds, has_drafts = self.times.end(), found.chunks is not step.chunks
+        if not self.scheduler.restored and not has_drafts:
+            self.scheduler.chunk_sizes.add(*self._load, seconds)
+        if has_drafts:
+            self._note_drafts(step.chunks, found.chunks)
+        if self._drafting is not None and step.is_decoding:
+            self._drafting.note(step.chunks, found.chunks, seconds)
+
+    def _note_drafts(self, given: list[Chunk], counted: list[Chunk]) -> None:
+        for before, after in zip(given, counted, strict=True):
+            if before.drafts:
+                self._num_drafts += 1
+                self._num_draft_tokens += len(before.drafts)
+                self._num_accepted_tokens += after.num_tokens - 1
 
     def _count(self, chunks: list[Chunk]) -> None:
         """This step happened."""
@@ -373,7 +406,7 @@ class Engine:
         if chunks is self._decoding:
             self._load = (len(chunks), 0)
             return  # nearly always: streams that decode do so until they end
-        cost, prompts = self.limits.token_cost, [chunk for chunk in chunks if chunk[1] > 1]
+        cost, prompts = self.limits.token_cost, [chunk for chunk in chunks if chunk[1] > 1 and not chunk[3]]
         self._load = len(chunks) - len(prompts), sum(cost.of(c.sequence.num_computed, c.num_tokens) for c in prompts)
         given = [chunk for chunk in chunks if chunk[0].num_computed < chunk[0].num_given]
         self._decoding = chunks if not given else None
@@ -389,10 +422,14 @@ class Engine:
         assert chunks or not self._sequences, "there is work but nothing could be scheduled"
         if not chunks:
             return None
+        is_decoding = self.scheduler.all_decode(chunks)
+        if is_decoding and self._drafting is not None:
+            drafts = self._drafting.drafts([chunk[0] for chunk in chunks])
+            chunks = self.scheduler.with_drafts(chunks, drafts) if drafts else chunks
         rows = self._layout(chunks)
-        if self._forward.chooses:
+        if self._forward.chooses and not _has_drafts(chunks):
             rows = rows._replace(draws_L=self._draws(chunks))
-        return Launched(chunks, rows, self._forward.launch(rows))
+        return Launched(chunks, rows, self._forward.launch(rows), is_decoding=is_decoding)
 
     def _take_queued(self) -> Launched:
         """The step that is on its way is the current one."""
@@ -402,7 +439,10 @@ class Engine:
         return queued.of_running()
 
     def _may_launch_behind(self, step: Launched) -> bool:
-        return self.config.launch_ahead and step.rows.draws_L is not None and self._forward.may_go_ahead
+        if not self.config.launch_ahead or step.rows.draws_L is None or not self._forward.may_go_ahead:
+            return False
+        drafting = self._drafting
+        return drafting is None or not drafting.may_have_drafts([chunk[0] for chunk in step.chunks])
 
     def _launch_behind(self, step: Launched) -> Launched | None:
         """The next step, before this one has ended; None if it must wait for that."""
@@ -413,7 +453,7 @@ class Engine:
             return None
         rows = self._layout(chunks, step.num_ahead(chunks))
         rows = rows._replace(sources_T=step.sources(chunks), draws_L=self._draws(chunks, num_ahead=1))
-        return Launched(chunks, rows, self._forward.launch(rows))
+        return Launched(chunks, rows, self._forward.launch(rows), is_decoding=True)
 
     def _draws(self, chunks: list[Chunk], num_ahead: int = 0) -> list[Draw] | None:
         """How the token of each chunk that completes its sequence is chosen, where logits need not be looked at. Its
@@ -436,7 +476,7 @@ class Engine:
 
     def _run(
         self, step: Launched, meanwhile: Callable[[], None], may_go_ahead: bool, is_quiet: Callable[[], bool] | None
-    ) -> list[_Next]:
+    ) -> _Found:
         """See it through, logging what is computed."""
         chunks, rows, journal = step.chunks, step.rows, self._journal
         num_rows = len(rows.positions_T)
@@ -456,13 +496,17 @@ class Engine:
         read = step.pending.read()
         if isinstance(read, list):
             tokens = step.chosen(read)
-            results: list[_Next] = list(zip([chunk[0] for chunk in chunks if chunk[2]], tokens, repeat(None)))
+            found = _Found(chunks, [], [], [])
+            self._advance(zip([chunk[0] for chunk in chunks if chunk[2]], tokens, repeat(None)), found)
+        elif _has_drafts(chunks):
+            found = self._verify(chunks, read)
         else:
             self._pool(step)
-            results = self._read_logits(chunks, read)
+            found = _Found(chunks, [], [], [])
+            self._advance(self._read_logits(chunks, read), found)
         if journal is not None:
-            journal.finish()
-        return results
+            journal.finish(found.chunks)
+        return found
 
     def _abandon(self) -> None:
         self._queued = None
@@ -509,7 +553,7 @@ class Engine:
         last_rows: list[int] = []
         row = 0
         for chunk in chunks:
-            sequence, num_tokens, completes = chunk
+            sequence, num_tokens, completes, _ = chunk
             if completes and num_tokens == 1:  # prompt logprobs, if wanted, were computed before
                 row += 1
             else:
@@ -523,6 +567,28 @@ class Engine:
         if not completing:
             return []
         return self._choose(completing, logits_LV if len(last_rows) == len(logits_LV) else logits_LV[last_rows])
+
+    def _verify(self, chunks: list[Chunk], logits_LV: torch.Tensor) -> _Found:
+        """Draw each stream's tokens one after the other, as long as they are its drafts."""
+        found = _Found([], [], [], [])
+        first_rows = list(accumulate([chunk.num_tokens for chunk in chunks], initial=0))
+        nums, left, row = [1] * len(chunks), list(range(len(chunks))), 0
+        while left:
+            logits = logits_LV[[first_rows[i] + row for i in left]]
+            results = self._choose([chunks[i].sequence for i in left], logits)
+            self._advance(results, found)
+            over = {sequence.id for sequence in found.ended}
+            drawn = [token for _, token, _ in results]
+            left = [
+                i
+                for i, token in zip(left, drawn, strict=True)
+                if chunks[i].drafts[row : row + 1] == (token,) and chunks[i].sequence.id not in over
+            ]
+            row += 1
+            for i in left:
+                nums[i] = row + 1
+        found.chunks.extend([chunk._replace(num_tokens=num) for chunk, num in zip(chunks, nums, strict=True)])
+        return found
 
     def _choose(self, sequences: list[Sequence], logits_LV: torch.Tensor) -> list[_Next]:
         if all([sequence.is_plain for sequence in sequences]):  # noqa: C419 (a list is quicker)
@@ -551,21 +617,19 @@ class Engine:
         scores = token_logprobs(logits_LV[: len(targets)], targets, sequence.params.prompt_logprobs or 0)
         sequence.prompt_logprobs[first : first + len(scores)] = scores
 
-    def _advance(self, results: list[_Next]) -> tuple[list[_Advanced], list[Failure]]:
-        """Extend streams by what the step found, and end those whose last token this was."""
-        advanced: list[_Advanced] = []
-        failed: list[Failure] = []
+    def _advance(self, results: Iterable[_Next], found: _Found) -> None:
+        """Extend streams by what the step found. Those whose last token this was end with the step."""
+        _, advanced, failed, ended = found
         max_model_len = self.limits.max_model_len
         for sequence, token, logprobs in results:
             if token < 0:
                 failed.append(_failure(sequence, token))
-                self.cancel(sequence.id)
                 continue
             params, num_tokens = sequence.params, len(sequence.tokens)
             index = num_tokens - sequence.num_prompt
             if params.max_tokens == 0:
                 advanced.append((sequence, index, None, "length", None, logprobs, sequence.masked))
-                self._end(sequence, is_delivered=False)
+                ended.append(sequence)
                 continue
             sequence.append(token)
             self._num_generated_tokens += 1
@@ -576,10 +640,13 @@ class Engine:
                 finish = "length"
             advanced.append((sequence, index, token, finish, stop_id, logprobs, sequence.masked))
             if finish is not None:
-                self._end(sequence, is_delivered=False)
+                ended.append(sequence)
             elif sequence.guide is not None:
                 sequence.guide.advance(token)
-        return advanced, failed
+
+
+def _has_drafts(chunks: list[Chunk]) -> bool:
+    return any([chunk[3] for chunk in chunks])  # noqa: C419 (a list is quicker)
 
 
 def _failure(sequence: Sequence, token: int) -> Failure:

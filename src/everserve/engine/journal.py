@@ -72,6 +72,7 @@ class Journal:
         self._num_logged = [0] * log.shape.num_blocks  # leading slots of each block that are in the log
         self._step: list[_Part] = []  # the current one, or one that is computed and not settled
         self._is_computed = False
+        self._kept: dict[int, int] = {}  # chains after what counts, of those parts of which not everything does
         self._chunks: list[Chunk] = []  # of the last step; the scheduler uses one list as long as streams just decode
         self._followed: list[Chunk] | None = None  # the same, while the writer follows their streams
         if log.was_there:
@@ -102,7 +103,7 @@ class Journal:
         chains_S: list[int] = []
         starting: list[Sequence] = []
         entries, block_size = self._entries, self._block_size
-        for sequence, num_tokens, _ in chunks:
+        for sequence, num_tokens, _, _ in chunks:
             entry = entries.get(sequence.id) or self._entry(sequence)
             first = sequence.num_computed
             end = first + num_tokens
@@ -121,12 +122,16 @@ class Journal:
             self._follow(chunks)
         self._chunks = chunks
 
-    def finish(self) -> None:
-        """They were computed. (The engine does not count them as such yet.)"""
+    def finish(self, chunks: list[Chunk]) -> None:
+        """They were computed. (The engine does not count them as such yet.) `chunks`: what of them counts, where
+        drafts were not what came. The log may have words of such rows; no record includes them, and what they certify
+        is that the stream has other tokens than it has."""
         if self._followed is not None:
             self.writer.finish_next()
             return
         self._is_computed = True
+        if chunks is not self._chunks:
+            self._keep(chunks)
         if not self.writer.is_on_device:
             self.settle()
 
@@ -137,7 +142,11 @@ class Journal:
             return
         self._is_computed = False
         block_size, num_logged, reach = self._block_size, self._num_logged, self.writer.reach
-        for (entry, first, end, blocks), chain in zip(self._step, self.writer.finish().tolist(), strict=True):
+        chains_S = self.writer.finish().tolist()
+        for i, chain in self._kept.items():
+            chains_S[i] = chain
+        self._kept.clear()
+        for (entry, first, end, blocks), chain in zip(self._step, chains_S, strict=True):
             entry.chain, entry.num_chained = chain, end
             if end - first > 1:
                 self._note_slots(first, end, blocks)
@@ -281,7 +290,7 @@ class Journal:
         goes on by itself."""
         self._commit([chunk[0] for chunk in chunks])
         commits: list[Commit] = []
-        for (entry, first, end, _), (sequence, _, _) in zip(self._step, chunks, strict=True):
+        for (entry, first, end, _), (sequence, _, _, _) in zip(self._step, chunks, strict=True):
             if entry.index is None or entry.num_committed != first or end - first > 1:
                 return
             blocks = sequence.blocks[: entry.num_listed]
@@ -308,6 +317,16 @@ class Journal:
             self._step = [(e, e.num_committed, e.num_committed + 1, [slot // block_size]) for e, slot in parts]
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def _keep(self, chunks: list[Chunk]) -> None:
+        """Of the step at hand only so much counts."""
+        block_size = self._block_size
+        for i, chunk in enumerate(chunks):
+            entry, first, end, blocks = self._step[i]
+            if first + chunk.num_tokens < end:
+                end = first + chunk.num_tokens
+                self._kept[i] = int(chains(chunk.sequence.tokens[first:end], entry.chain)[-1])
+                self._step[i] = entry, first, end, blocks[: -(-end // block_size) - first // block_size]
 
     def _note_slots(self, first: int, end: int, blocks: list[int]) -> None:
         """The log has these tokens of a stream, in these blocks."""

@@ -30,6 +30,7 @@ the current one has ended, if it takes nothing but free blocks (ahead.py).
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
 from itertools import chain
 from operator import attrgetter
 
@@ -158,6 +159,24 @@ class Scheduler:
             self._restorer.forget()
         return chunks
 
+    def all_decode(self, chunks: list[Chunk]) -> bool:
+        """Whether this step, just scheduled, is one more token of every running stream, and nothing else."""
+        return chunks is self._round
+
+    def with_drafts(self, chunks: list[Chunk], drafts: SequenceOf[tuple[int, ...]]) -> list[Chunk]:
+        """The same step with these drafts behind each stream's token, as far as there is room. Other streams give no
+        blocks for that, and so many stay free that each can take one."""
+        extended: list[Chunk] = []
+        size, num_running = self.pool.block_size, len(self.running)
+        for chunk, tokens in zip(chunks, drafts, strict=True):
+            sequence = chunk.sequence
+            room = len(sequence.blocks) * size - sequence.num_computed
+            if room <= len(tokens) and self.pool.num_free > num_running:
+                room = self._grow(sequence, 1 + len(tokens))
+            fitting = tokens[: room - 1]
+            extended.append(Chunk(sequence, 1 + len(fitting), True, fitting))
+        return extended
+
     def schedule_ahead(self, chunks: list[Chunk]) -> list[Chunk]:
         """The step after the one with these chunks, which has not ended: all its streams decode on, but for those whose
         last token it brings. Empty if there is something else to do in that step, or if blocks are short.
@@ -171,10 +190,10 @@ class Scheduler:
         size, num_last = self.pool.block_size, self._limits.max_model_len - 1
         going_on = [c for c in chunks if len(c[0].tokens) < c[0].num_most - 1 and len(c[0].tokens) < num_last]
         short = [c for c in going_on if c[0].num_computed + c[1] >= len(c[0].blocks) * size]
-        if any(self._grow(sequence, num_tokens + 1) <= num_tokens for sequence, num_tokens, _ in short):
+        if any(self._grow(chunk[0], chunk[1] + 1) <= chunk[1] for chunk in short):
             return []
         if len(going_on) < len(chunks) or any([chunk[1] > 1 for chunk in chunks]):  # noqa: C419
-            chunks = self._round = [Chunk(sequence, 1, True) for sequence, _, _ in going_on]
+            chunks = self._round = [Chunk(chunk[0], 1, True) for chunk in going_on]
         return chunks
 
     def take_up(self) -> None:
@@ -257,18 +276,27 @@ class Scheduler:
         """The step happened: its tokens are computed, and blocks that became full may be shared from now on."""
         block_size = self.pool.block_size
         self._num_steps += 1
-        for sequence, num_tokens, _ in chunks:
+        for sequence, num_tokens, _, drafts in chunks:
             sequence.last_step = self._num_steps
             num_full_before = sequence.num_computed // block_size
             sequence.num_computed += num_tokens
             if sequence.num_computed // block_size > num_full_before and self._config.enable_prefix_caching:
                 self._publish(sequence)
+            if drafts:
+                self._give_back_unused(sequence)
             if self.visible_keys is not None:
                 self._give_back_passed(sequence)
         if self.parking is not None:
             for restored in self.restored:
                 self.parking.release(restored.id)
         self._undo.commit()
+
+    def _give_back_unused(self, sequence: Sequence) -> None:
+        """Blocks in which there is nothing but drafts that did not come."""
+        num_used = sequence.num_blocks_for(sequence.num_computed)
+        for block in reversed(sequence.blocks[num_used:]):
+            self.pool.release(block)
+        del sequence.blocks[num_used:]
 
     def _give_back_passed(self, sequence: Sequence) -> None:
         """The blocks that no row of this stream sees any more; but one, for its client may not get its last tokens, and

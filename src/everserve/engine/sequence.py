@@ -29,6 +29,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from everserve.engine.foresight import Foresight
 from everserve.engine.saved import Saved
 from everserve.guides.guide import Guide
 from everserve.kvlog.chains import marked_chains, start_of
@@ -97,6 +98,7 @@ class Sequence:
         self.penalties = Penalties.of(spec)
         self.bad_words = BadWords(spec.params.bad_words) if spec.params.bad_words else None
         self.guide = guide  # of its grammar, if it has one
+        self.foresight = Foresight()
         self.chain_start = start_of(spec.cache_salt)
         self._block_size = block_size
         self._hashes: list[bytes] = []  # of exact KV
@@ -196,11 +198,15 @@ class Sequence:
 
 
 class Chunk(NamedTuple):
-    """The next `num_tokens` pending tokens of a sequence."""
+    """The next `num_tokens` pending tokens of a sequence.
+
+    Or the one that is pending and its *drafts*: tokens that may come next (speculation.py). Every row of it has logits.
+    """
 
     sequence: Sequence
-    num_tokens: int
+    num_tokens: int  # with the drafts
     completes: bool  # nothing is pending afterwards, so the last row's logits give the next token
+    drafts: tuple[int, ...] = ()
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -76,6 +76,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_lost_tokens: int = 0  # of running streams, computed again because heads had to be computed elsewhere
     num_regained_bytes: int = 0  # of KV, copied for that
     num_taken_back: int = 0  # of the preemptions: places that streams gave to requests which had none
+    num_drafts: int = 0  # streams in steps in which they had drafts
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0  # drafts that were what came
 
 
 class AttentionLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

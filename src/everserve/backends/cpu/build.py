@@ -20,6 +20,7 @@ from everserve.engine.forward import EagerForward
 from everserve.engine.journal import Journal
 from everserve.engine.limits import EngineLimits
 from everserve.engine.sizing import KvSizes
+from everserve.engine.speculation import Speculator
 from everserve.engine.warm_up import warm_up
 from everserve.kvlog.layout import LogShape
 from everserve.kvlog.log import Log, NoBlocks, open_own
@@ -51,6 +52,7 @@ from everserve.worker.shortage import memory_for
 
 log = logging.getLogger(__name__)
 
+_FREE_ROWS = 3.0  # first guess of what a step takes before its rows
 _PREDECESSOR_S, _LOOK_EVERY_S = 30.0, 0.01
 
 
@@ -233,21 +235,23 @@ class EngineBuilder:
             use_mask=decoder.masks.use,
             pooled=steps.pooled,
         )
+        limits = EngineLimits(
+            max_model_len=sizes.max_model_len,
+            num_blocks=sizes.num_blocks,
+            first_block=block_range_of(self._start.rank, sizes.num_blocks).first_block if heads is not None else 0,
+            parking=self._parking() if heads is not None else NO_BLOCKS,
+            visible_keys=self._opened.model.visible_keys if heads is None else None,
+            vocab_size=self._opened.model.vocab_size,
+            token_cost=TokenCost.of_model(self._opened.model),
+        )
         engine = Engine(
             settings.engine,
-            EngineLimits(
-                max_model_len=sizes.max_model_len,
-                num_blocks=sizes.num_blocks,
-                first_block=block_range_of(self._start.rank, sizes.num_blocks).first_block if heads is not None else 0,
-                parking=self._parking() if heads is not None else NO_BLOCKS,
-                visible_keys=self._opened.model.visible_keys if heads is None else None,
-                vocab_size=self._opened.model.vocab_size,
-                token_cost=TokenCost.of_model(self._opened.model),
-            ),
+            limits,
             ops,
             forward,
             journal=Journal(self.writer) if self.writer is not None else None,
             kv_elsewhere=heads.kv if heads is not None else None,
+            drafting=Speculator.of(settings.engine, limits, _FREE_ROWS),
         )
         warm_up(engine)  # alone: the experts, and heads that are elsewhere, may not be there yet
         forward.experts, steps.kv = experts, heads if heads is not None else kv

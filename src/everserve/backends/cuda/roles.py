@@ -30,6 +30,7 @@ from everserve.backends.cuda.seat_experts import SeatExperts
 from everserve.backends.cuda.seat_heads import SeatHeads
 from everserve.backends.cuda.step_queue import CapturedExperts
 from everserve.engine.engine import Engine
+from everserve.engine.speculation import Speculator
 from everserve.engine.warm_up import warm_up
 from everserve.tables.ids import Role
 from everserve.tables.memory import Kind
@@ -37,6 +38,9 @@ from everserve.worker.expert_service import ExpertService
 from everserve.worker.parts import AttentionParts, Seam, Surroundings
 
 __all__ = ["build_attention", "build_expert", "prepare", "rehearse"]
+
+
+_FREE_ROWS = 256.0  # first guess of what a step takes before its rows
 
 
 def prepare() -> None:
@@ -75,8 +79,15 @@ def build_attention(around: Surroundings) -> AttentionParts:
     journal = logs.make_journal(kv) if isinstance(kv, Tensor) else None
     if head_kv is not None and fetcher is not None:
         journal = logs.make_head_journal(head_kv, fetcher)
+    limits = engine_limits(device)
     engine = Engine(
-        start.settings.engine, engine_limits(device), device.ops, forward, journal=journal, kv_elsewhere=head_kv
+        start.settings.engine,
+        limits,
+        device.ops,
+        forward,
+        journal=journal,
+        kv_elsewhere=head_kv,
+        drafting=Speculator.of(start.settings.engine, limits, _FREE_ROWS),
     )
     with around.loading.phase("rehearsal"):
         rehearse_sampling(device)

@@ -44,6 +44,9 @@ _ENGINE_COUNTERS = (
     ("num_preemptions", "num_preemptions", "Streams that gave their KV blocks back."),
     ("prefix_cache_queries", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     ("prefix_cache_hits", "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    ("num_drafts", "spec_decode_num_drafts", "Steps of streams that had drafts: tokens that may come next."),
+    ("num_draft_tokens", "spec_decode_num_draft_tokens", "Drafts that were computed."),
+    ("num_accepted_tokens", "spec_decode_num_accepted_tokens", "Drafts that were what came."),
 )
 _LOG_COUNTERS = (
     ("num_restored_tokens", "tokens_restored", "Tokens of resumed streams whose KV came from a log."),

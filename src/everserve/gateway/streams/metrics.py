@@ -40,6 +40,7 @@ ENGINE_COUNTERS = (
     *("num_stale", "num_restored_tokens", "num_broken_tokens", "num_masked_tokens", "num_unmasked_tokens"),
     *("num_unreadable_logs", "prefill_cost"),
     *("num_regained_tokens", "num_lost_tokens", "num_regained_bytes", "num_taken_back"),
+    *("num_drafts", "num_draft_tokens", "num_accepted_tokens"),
 )
 
 
