@@ -10,7 +10,7 @@ grey.py      what does a client see of a worker that is only slow, with and with
 balance.py   what does moving experts by their load give under skewed traffic, next to not moving them?
 mask.py      what do answers lose while experts are masked, next to none? (mask_tasks.py: asked by lm-eval)
 
-micro/       parts of the system on their own: engine, decode, restore, start
+micro/       parts of the system on their own: engine, decode, speculation, restore, start
 planners/    other ways to plan what moves, by arithmetic
 cli/         their commands
 

@@ -115,6 +115,9 @@ def test_prefill_decode_and_segments_give_the_same_bits(device, stop):
     }
     for name, (small, large) in ways.items():
         assert torch.equal(sequences.attend(stop, [(0, first, end)], small, large), whole), name
+    for num_drafts in (1, 3, 5):  # rows that are verified beside streams that decode
+        verified = sequences.attend(stop, [(1, 30, 31), (0, first, first + 1 + num_drafts)])
+        assert torch.equal(verified[1:], whole[: 1 + num_drafts])
     for row in rows:  # decoded alone, in company, and after padding
         at = first + row
         assert torch.equal(sequences.attend(stop, [(0, at, at + 1)])[0], whole[row])

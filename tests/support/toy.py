@@ -11,7 +11,7 @@ import os
 import random
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -238,11 +238,14 @@ class Clairvoyant:
     """Drafts of which some are right: it knows what a stream is alone. `rng` says how many there are, and how many of
     them are what comes."""
 
-    def __init__(self, rng: random.Random, visible_keys: int | None = None) -> None:
+    def __init__(
+        self, rng: random.Random, visible_keys: int | None = None, alone: Mapping[str, list[int]] | None = None
+    ) -> None:
+        """`alone`: streams that are known; those of the toy model can be found out."""
         self.num_accepted = self.num_rejected = 0
         self._rng = rng
         self._visible_keys = visible_keys
-        self._alone: dict[str, list[int]] = {}
+        self._alone = dict(alone or {})
 
     def drafts(self, sequences: SequenceOf[Sequence]) -> list[tuple[int, ...]]:
         return [self._drafts(sequence) for sequence in sequences] if self._rng.random() < 0.7 else []

@@ -174,10 +174,13 @@ class Engine:
             return None
         return Parking(BlockPool(num, self.config.block_size, self._undo, first), self._undo, journal)
 
-    def alike(self, config: EngineConfig) -> "Engine":
-        """Another one that computes with the same memory, if this one has no streams: for measurements."""
+    def alike(
+        self, config: EngineConfig, limits: EngineLimits | None = None, drafting: Drafting | None = None
+    ) -> "Engine":
+        """Another one that computes with the same memory, if this one has no streams: for measurements. `limits`: if
+        it has other blocks than another one."""
         assert not self.has_work and self._journal is None, "two engines would write into the same blocks"
-        return Engine(config, self.limits, self._ops, self._forward, self._clock)
+        return Engine(config, limits or self.limits, self._ops, self._forward, self._clock, drafting=drafting)
 
     @property
     def has_work(self) -> bool:
@@ -573,22 +576,33 @@ class Engine:
         found = _Found([], [], [], [])
         first_rows = list(accumulate([chunk.num_tokens for chunk in chunks], initial=0))
         nums, left, row = [1] * len(chunks), list(range(len(chunks))), 0
+        at_once = self._draw_at_once(chunks, logits_LV)
         while left:
-            logits = logits_LV[[first_rows[i] + row for i in left]]
-            results = self._choose([chunks[i].sequence for i in left], logits)
+            rows, sequences = [first_rows[i] + row for i in left], [chunks[i].sequence for i in left]
+            results: list[_Next]
+            if at_once is not None:
+                results = [(s, at_once[at], None) for s, at in zip(sequences, rows, strict=True)]
+            else:
+                results = self._choose(sequences, logits_LV[rows])
             self._advance(results, found)
             over = {sequence.id for sequence in found.ended}
-            drawn = [token for _, token, _ in results]
             left = [
                 i
-                for i, token in zip(left, drawn, strict=True)
-                if chunks[i].drafts[row : row + 1] == (token,) and chunks[i].sequence.id not in over
+                for i, (sequence, token, _) in zip(left, results, strict=True)
+                if chunks[i].drafts[row : row + 1] == (token,) and sequence.id not in over
             ]
             row += 1
             for i in left:
                 nums[i] = row + 1
         found.chunks.extend([chunk._replace(num_tokens=num) for chunk, num in zip(chunks, nums, strict=True)])
         return found
+
+    def _draw_at_once(self, chunks: list[Chunk], logits_LV: torch.Tensor) -> list[int] | None:
+        """The tokens of all rows, if none depends on those before it but by its logits and its index."""
+        if any([chunk[0].needs_logits for chunk in chunks]):  # noqa: C419 (a list is quicker)
+            return None
+        indices = [(chunk[0], chunk[0].num_output + at) for chunk in chunks for at in range(chunk[1])]
+        return self._ops.choose(logits_LV, [draw(sequence.params, index) for sequence, index in indices])
 
     def _choose(self, sequences: list[Sequence], logits_LV: torch.Tensor) -> list[_Next]:
         if all([sequence.is_plain for sequence in sequences]):  # noqa: C419 (a list is quicker)

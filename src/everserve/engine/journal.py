@@ -319,7 +319,7 @@ class Journal:
     # -- inside ----------------------------------------------------------------------------------
 
     def _keep(self, chunks: list[Chunk]) -> None:
-        """Of the step at hand only so much counts."""
+        """Note how much of the step at hand counts."""
         block_size = self._block_size
         for i, chunk in enumerate(chunks):
             entry, first, end, blocks = self._step[i]

@@ -16,7 +16,6 @@ here: how well a stream's drafts fit (foresight.py), and what rows cost.
 from collections import defaultdict, deque
 from collections.abc import Sequence as SequenceOf
 from math import log2
-from statistics import median
 from typing import Protocol
 
 from everserve.config.engine import EngineConfig
@@ -26,9 +25,12 @@ from everserve.engine.sequence import Chunk, Sequence
 from everserve.plan.drafts import least_chance, shares
 
 _GUESS_EVERY, _GUESSED = 16, 4  # steps between two guesses about a stream; tokens of each
-_NUM_ALIKE, _NUM_ENOUGH = 9, 3  # steps of which the median is taken; fewer say nothing
+_NUM_ALIKE, _NUM_ENOUGH = 9, 3  # steps without drafts that count; fewer say nothing
+_MEASURED_ALL, _MEASURED_EVERY = 8, 8  # steps without drafts in a row: the first are measured, then every eighth
+_NUM_DRAFTED = 32  # steps with drafts that are remembered
+_GUESSED_ROWS = 16  # weight of the guess
 _STEPS_WITH_DRAFTS = 32  # then one without: what that takes must stay known
-_KNOWN_FOR = 1024  # steps without drafts: then it is forgotten what steps with drafts have taken
+_KNOWN_FOR = 512  # steps without drafts: then it is forgotten what steps with drafts have taken
 _MOST_FIXED_ROWS = 4096.0
 
 
@@ -46,38 +48,66 @@ class Drafting(Protocol):
 
 
 class RowCosts:
-    """What steps take before their first row, measured in rows. `first_guess`: before anything was measured."""
+    """What steps take before their first row, measured in rows. `first_guess`: before anything was measured.
+
+    Steps differ from one to the next by more than a row, and steps are held up, never hurried: so what counts is not
+    the mean, but what only a third of them undercut. The guess counts as `_GUESSED_ROWS` that were measured. Numbers of
+    streams are told apart in classes, since a row of few reads more of the model than a row of many.
+    """
 
     def __init__(self, first_guess: float) -> None:
         self._first_guess = first_guess
         self._plain: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_NUM_ALIKE))
-        self._drafted: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_NUM_ALIKE))  # seconds of a row
+        self._drafted: dict[int, deque[tuple[float, int]]] = defaultdict(lambda: deque(maxlen=_NUM_DRAFTED))
         self._num_drafted = self._num_plain = 0  # in a row
+        self._found: dict[int, float | None] = {}  # since the last measurement, by number of streams
 
     def note(self, num_streams: int, num_drafts: int, seconds: float) -> None:
         """A step has ended."""
-        kind = _class_of(num_streams)
         if not num_drafts:
-            self._plain[kind].append(seconds)
             self._num_drafted, self._num_plain = 0, self._num_plain + 1
-            if self._num_plain == _KNOWN_FOR:
+            if self._num_plain > _MEASURED_ALL and self._num_plain % _MEASURED_EVERY:
+                return  # there are many of them, and looking at them takes time too
+            self._found.clear()
+            self._plain[_class_of(num_streams)].append(seconds)
+            if self._num_plain >= _KNOWN_FOR:
                 self._drafted.clear()
-        elif len(self._plain[kind]) >= _NUM_ENOUGH:
-            self._drafted[kind].append((seconds - median(self._plain[kind])) / num_drafts)
+            return
+        self._found.clear()
+        kind = _class_of(num_streams)
+        if len(self._plain[kind]) >= _NUM_ENOUGH:
+            self._drafted[kind].append(((seconds - self._plain_s(kind)) / num_drafts, num_drafts))
             self._num_drafted, self._num_plain = self._num_drafted + 1, 0
 
     def fixed_rows(self, num_streams: int) -> float | None:
         """None: steps without drafts must be measured first."""
+        if num_streams not in self._found:
+            self._found[num_streams] = self._fixed_rows(num_streams)
+        return self._found[num_streams]
+
+    def _fixed_rows(self, num_streams: int) -> float | None:
         kind = _class_of(num_streams)
         plain = self._plain.get(kind, ())
         if len(plain) < _NUM_ENOUGH or self._num_drafted >= _STEPS_WITH_DRAFTS:
             return None
-        measured = [other for other, rows in self._drafted.items() if len(rows) >= _NUM_ENOUGH]
-        if not measured:
-            return self._first_guess
-        row_s = median(self._drafted[min(measured, key=lambda other: abs(other - kind))])
-        fixed_rows = median(plain) / row_s - num_streams if row_s > 0 else _MOST_FIXED_ROWS
+        plain_s = self._plain_s(kind)
+        guess = plain_s / (self._first_guess + num_streams), _GUESSED_ROWS
+        row_s = _typical([*self._drafted.get(kind, ()), guess])
+        fixed_rows = plain_s / row_s - num_streams if row_s > 0 else _MOST_FIXED_ROWS
         return min(max(fixed_rows, 0.0), _MOST_FIXED_ROWS)
+
+    def _plain_s(self, kind: int) -> float:
+        return _typical([(seconds, 1) for seconds in self._plain[kind]])
+
+
+def _typical(weighted: list[tuple[float, int]]) -> float:
+    """The value that has a third of the weight below it."""
+    third, weight = sum([num for _, num in weighted]) / 3, 0
+    for value, num in sorted(weighted):
+        weight += num
+        if weight > third:
+            return value
+    raise AssertionError("there are no values")
 
 
 def _class_of(num_streams: int) -> int:
@@ -141,7 +171,7 @@ class Speculator:
         sequence.foresight.guess(drafts, len(sequence.tokens))
 
     def _search(self, sequence: Sequence) -> tuple[int, ...]:
-        """As many as could be of use: the last token needs no row."""
+        """Search for as many as could be of use: the last token needs no row."""
         num_left = min(sequence.num_most, self._most_tokens) - len(sequence.tokens) - 1
         foresight, num = sequence.foresight, min(self._most, num_left)
         if num <= 0 or not foresight.should_search():

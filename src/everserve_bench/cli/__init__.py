@@ -2,7 +2,7 @@
 
 app.py          the group of commands
 options.py      options that several benchmarks have
-speed.py        engine, decode
+speed.py        engine, decode, speculation
 start.py        start
 load.py         load
 scenarios.py    all that are scenarios: flags are their fields

@@ -1,4 +1,5 @@
-"""`everserve bench engine` and `decode`: how fast one process is, against transformers and against the memory."""
+"""`everserve bench engine`, `decode` and `speculation`: how fast one process is, against transformers, against the
+memory, and without drafts."""
 
 from typing import Annotated
 
@@ -60,3 +61,18 @@ def decode(
         launch_ahead=launch_ahead,
     )
     benchmark.run(settings, out)
+
+
+@bench_app.command()
+def speculation(
+    streams: Annotated[
+        list[int] | None, typer.Option(help="Concurrent streams; repeatable. Default: 1, 4, 16, 64.", min=1, max=64)
+    ] = None,
+    rounds: Repetitions = 3,
+    drafts: Annotated[int, typer.Option(help="Most drafts of a stream in a step.", min=1, max=64)] = 8,
+    out: Out = None,
+) -> None:
+    """One engine with drafts beside one without, on a CPU: core time, on text that repeats itself or does not."""
+    from everserve_bench.micro import speculation as benchmark  # noqa: PLC0415 (torch)
+
+    benchmark.run(tuple(streams or (1, 4, 16, 64)), rounds, drafts, out)

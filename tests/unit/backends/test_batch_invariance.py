@@ -4,6 +4,7 @@ Prompts, chunk sizes, arrivals, preemptions and prefix hits all differ between t
 """
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,14 +17,16 @@ from everserve.tables.outputs import Output
 from everserve.tables.requests import RequestSpec, SamplingParams, as_tokens
 from everserve.wire.messages import StartWorker
 from tests.support.configs import worker_settings
+from tests.support.families import family_directory
 from tests.support.models import model_directory
+from tests.support.toy import Clairvoyant
 
 
-def make_engine(kind: str, ops: str, monkeypatch: pytest.MonkeyPatch, **overrides: object):
+def make_engine(directory: Path, ops: str, monkeypatch: pytest.MonkeyPatch, **overrides: object):
     if ops == "reference":
         monkeypatch.setattr("everserve.backends.cpu.ops.unavailable", lambda: "switched off by this test")
     settings: dict = {
-        "directory": str(model_directory(kind)),
+        "directory": str(directory),
         "max_model_len": 96, "max_num_seqs": 8, "max_num_batched_tokens": 40, "max_prefill_while_decoding": 13,
         "kv_cache_bytes": 64 << 20, "batch_invariant": True, "num_threads": 2,
     }  # fmt: skip
@@ -104,15 +107,32 @@ def content(output: Output) -> tuple:
     ],
 )
 def test_a_stream_is_the_same_alone_and_in_company(kind, ops, monkeypatch):
-    crowded = make_engine(kind, ops, monkeypatch)
+    directory = model_directory(kind)
+    crowded = make_engine(directory, ops, monkeypatch)
     num_specs, num_crowds = (9, 1) if ops == "reference" else (20, 3)  # plain PyTorch row by row takes its time
     specs = random_specs(num_specs, crowded.limits.vocab_size, seed=1)
     alone = {}
-    quiet = make_engine(kind, ops, monkeypatch, enable_prefix_caching=False, max_num_batched_tokens=96)
+    quiet = make_engine(directory, ops, monkeypatch, enable_prefix_caching=False, max_num_batched_tokens=96)
     for spec in specs:
         alone |= run(quiet, [spec], seed=0)
     for seed in range(num_crowds):
         assert run(crowded, specs, seed) == alone
-    tight = make_engine(kind, ops, monkeypatch, kv_cache_bytes=9 * kv_block_bytes(kind))
+    tight = make_engine(directory, ops, monkeypatch, kv_cache_bytes=9 * kv_block_bytes(kind))
     assert run(tight, specs, seed=9) == alone
     assert tight.stats().num_preemptions > 0, "the pool was meant to be too small"
+
+
+@pytest.mark.parametrize("kind", ["qwen3-moe", "mistral", "gpt-oss", "llama4", "deepseek-v3"])
+def test_rows_of_drafts_have_the_bits_of_decoding(kind, monkeypatch):
+    """Of full attention, windows, sinks, chunks and latent rows: the same tokens and logprobs, whether they were
+    computed one by one or several in a step."""
+    engine = make_engine(family_directory(kind), "native", monkeypatch, enable_prefix_caching=False)
+    specs = random_specs(8, engine.limits.vocab_size, seed=3)
+    alone = {}
+    for spec in specs:
+        alone |= run(engine, [spec], seed=0)
+    drafting = Clairvoyant(
+        random.Random(7), alone={id: [token for _, token, *_ in outputs] for id, outputs in alone.items()}
+    )
+    assert run(engine.alike(engine.config, drafting=drafting), specs, seed=1) == alone
+    assert drafting.num_accepted > 10 and drafting.num_rejected > 10

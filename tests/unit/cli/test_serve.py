@@ -143,6 +143,15 @@ def serve(monkeypatch):
             "--shadow-shards 3: on 3 devices a shard has at most 2 further places",
         ),
         (("--map-experts", "on"), "--map-experts on needs --expert-workers"),
+        (
+            ("-sc", '{"num_speculative_tokens": 8, "prompt_lookup_min": 5, "prompt_lookup_max": 3}'),
+            "--speculative-config: 1 <= prompt_lookup_min <= prompt_lookup_max",
+        ),
+        (
+            ("--speculative-config", '{"method": "eagle", "num_speculative_tokens": 2}'),
+            """--speculative-config {"method": "eagle", "num_speculative_tokens": 2}: Invalid enum value 'eagle' - at"""
+            """ `$.method`; expected is JSON such as '{"method": "ngram", "num_speculative_tokens": 8}'""",
+        ),
         (("--map-experts", "on", "--expert-workers", "2"), "--map-experts on: on CPUs only with --weights memory"),
     ],
 )
@@ -204,6 +213,18 @@ def test_what_is_said_does_not(serve, monkeypatch, chosen):
     assert (engine.kv_cache_bytes, engine.block_size, engine.max_num_seqs, engine.max_model_len) == (9999, 32, 3, 77)
     assert not engine.enable_prefix_caching and worker.log.mode == "off"
     assert compute.num_threads == 5 and compute.batch_invariant
+
+
+def test_drafts(serve, tmp_path, monkeypatch):
+    flags = tmp_path / "flags.yaml"
+    flags.write_text("speculative-config: {method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 6}\n")
+    found = serve("--config", str(flags)).worker.engine.speculation
+    assert (found.num_speculative_tokens, found.prompt_lookup_min, found.prompt_lookup_max) == (3, 6, 6)
+    assert serve().worker.engine.speculation.num_speculative_tokens == 8
+    said = serve("-sc", '{"num_speculative_tokens": 0}').worker.engine.speculation
+    assert said.num_speculative_tokens == 0 and said.method == "ngram"
+    monkeypatch.setattr(command, "choose", lambda device, share, num: ON_GPU)
+    assert not serve("--kv-cache-memory-bytes", "9999").worker.engine.speculation.num_speculative_tokens
 
 
 def test_the_cluster(serve):
