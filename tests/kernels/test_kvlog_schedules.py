@@ -5,6 +5,7 @@ queued on the side is done as late as possible.
 """
 
 import ctypes
+import random
 from collections.abc import Callable
 from math import inf
 from types import SimpleNamespace
@@ -254,9 +255,9 @@ def test_streams_go_on_wherever_their_worker_died(stand_ins, is_in_place, when, 
     inner = test_restore.test_streams_go_on_from_the_log_wherever_their_worker_died.hypothesis.inner_test
 
     @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(test_restore.rounds, test_restore.configs, st.booleans())
-    def run(rounds: list, config: ToyConfig, two: bool) -> None:
-        inner(rounds, config, is_in_place, two)
+    @given(test_restore.rounds, test_restore.configs, st.booleans(), test_restore.luck)
+    def run(rounds: list, config: ToyConfig, two: bool, rng: random.Random | None) -> None:
+        inner(rounds, config, is_in_place, two, rng)
 
     run()
 

@@ -11,6 +11,7 @@ import time
 import httpx
 import pytest
 
+from everserve_bench.load import Ask
 from tests.support import cluster as c
 from tests.support.cluster import DECODE, PREFILL, Fault
 from tests.support.shared_servers import CLUSTER, CLUSTER_OF_SMALL_STEPS
@@ -55,6 +56,28 @@ def test_sigkill(whole, expected, phase, rank):
     streams = c.run_with(whole, wanted, when, fault)
     fault.assert_landed()
     c.assert_equal(streams, expected[phase])
+    c.wait_whole(whole)
+
+
+# Text that repeats itself: streams get several tokens in a step.
+REPEATING = [
+    Ask([(7 * i + 13 * j) % 4000 + 5 for j in range(8)] * 6, 96, params)
+    for i, params in enumerate(
+        ({}, {}, {"temperature": 0.5, "seed": 7}, {"temperature": 0.5, "seed": 8, "frequency_penalty": 0.3})
+    )
+]
+
+
+def test_drafts_change_no_stream_of_a_worker_that_dies(whole, start_server):
+    with start_server("--speculative-config", '{"num_speculative_tokens": 0}') as plain:
+        right = c.run_all(plain, REPEATING)
+        assert not c.metric(plain, "vllm:spec_decode_num_drafts_total")
+    assert [c.run_all(whole, [ask])[0] for ask in REPEATING] == right
+    assert c.metric(whole, "vllm:spec_decode_num_drafts_total") > 0
+    fault = Fault(whole, ATTENTION_RANKS[0], signal.SIGKILL)
+    streams = c.run_with(whole, REPEATING, c.in_decode, fault)
+    fault.assert_landed()
+    c.assert_equal(streams, right)
     c.wait_whole(whole)
 
 

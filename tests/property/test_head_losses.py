@@ -7,6 +7,7 @@ streams go on at the other one.
 Whatever happens, every stream equals the one it would be in one process, and the tables stay sound after every step.
 """
 
+import random
 from functools import cache
 
 from hypothesis import example, given
@@ -19,7 +20,7 @@ from everserve.kvlog.log import Log, NoBlocks
 from tests.support.examples import examples
 from tests.support.in_process_heads import BLOCKS_PER_HOME, HeadWorld
 from tests.support.models import model_directory, random_tokens
-from tests.support.toy import spec
+from tests.support.toy import Clairvoyant, spec
 
 NUM_WORKERS = 3
 FEW_BLOCKS = 10  # so that streams have to make room for each other, and are parked
@@ -68,12 +69,14 @@ def _spec(id: str, request: tuple):
 class Schedule:
     """Two homes and their streams."""
 
-    def __init__(self, seed: int, shadow: str | None) -> None:
+    def __init__(self, seed: int, shadow: str | None, drafts: bool) -> None:
         keeps_kv = shadow is not None
         told = {"num_homes": 2, "seed": seed, "keeps_kv": keeps_kv, "shadow": shadow, "has_copies": keeps_kv}
         self.world = HeadWorld(model_directory("qwen3-moe", "float32"), NUM_WORKERS, **told)
         self.keeps_kv, self.num_blocks = keeps_kv, BLOCKS_PER_HOME if seed % 2 else FEW_BLOCKS
         self.world.regroup()
+        rng = random.Random(seed)
+        self.drafting = Clairvoyant(rng, alone=lambda spec: expected(self.requests[spec.id])) if drafts else None
         self.engines = [self._engine(i) for i in (0, 1)]
         self.requests: dict[str, tuple] = {}
         self.streams: dict[str, list[int]] = {}
@@ -82,7 +85,7 @@ class Schedule:
 
     def _engine(self, home: int, log: Log | None = None):
         told = {"num_blocks": self.num_blocks, "max_num_batched_tokens": 20, "max_num_seqs": 5}
-        return self.world.engine(home, alone()[1], log, **told)
+        return self.world.engine(home, alone()[1], log, drafting=self.drafting, **told)
 
     def move(self, home: int) -> None:
         """Routes prefer other places for all heads that have more than one."""
@@ -167,12 +170,12 @@ DAMAGED: list[tuple] = [
 
 
 @examples(10)
-@example(DAMAGED, 2, None)
-@example(DAMAGED, 3, "mirror")
-@example(DAMAGED, 1, "parity")
-@given(events, st.integers(0, 3), st.sampled_from([None, "mirror", "parity"]))
-def test_every_stream_is_what_it_would_be_alone(events, seed, shadow):
-    schedule = Schedule(seed, shadow)
+@example(DAMAGED, 2, None, False)
+@example(DAMAGED, 3, "mirror", True)
+@example(DAMAGED, 1, "parity", False)
+@given(events, st.integers(0, 3), st.sampled_from([None, "mirror", "parity"]), st.booleans())
+def test_every_stream_is_what_it_would_be_alone(events, seed, shadow, drafts):
+    schedule = Schedule(seed, shadow, drafts)
     try:
         for name, home, *rest in events:
             if name == "step":

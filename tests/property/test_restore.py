@@ -77,6 +77,7 @@ class Death:
 deaths = st.builds(Death, moments, st.sampled_from([0, 0, 1, 3]), damages)
 # what a worker lives to see, who it is, how it dies, and what its successor lives to see before the streams come
 rounds = st.lists(st.tuples(lives, st.integers(0, 2), deaths, st.one_of(st.just([]), lives)), min_size=1, max_size=4)
+luck = st.one_of(st.none(), st.randoms(use_true_random=False))  # of drafts; None: there are none
 configs = st.fixed_dictionaries(
     {
         "num_blocks": st.sampled_from([16, 18, 24, ROOMY]),
@@ -262,7 +263,7 @@ def corrupt(memory: int, damage: list[tuple[float, int]]) -> None:
 
 
 @examples(10)
-@given(rounds, configs, st.booleans(), st.booleans(), st.one_of(st.none(), st.randoms(use_true_random=False)))
+@given(rounds, configs, st.booleans(), st.booleans(), luck)
 def test_streams_go_on_from_the_log_wherever_their_worker_died(rounds, config, is_in_place, two, rng):
     world = World(config, is_in_place, rng)
     if two:

@@ -32,6 +32,7 @@ from everserve.engine.engine import Engine
 from everserve.engine.forward import EagerForward
 from everserve.engine.journal import Journal
 from everserve.engine.limits import EngineLimits
+from everserve.engine.speculation import Drafting
 from everserve.kvlog.layout import LogShape
 from everserve.kvlog.log import Log, NoBlocks
 from everserve.memory.liveness import Cell, PeerState
@@ -225,6 +226,7 @@ def make_engine(
     journal: Journal | None = None,
     heads: RemoteHeads | None = None,
     parking: BlockRange = NO_BLOCKS,
+    drafting: Drafting | None = None,
     **changes: int,
 ) -> Engine:
     told = {
@@ -242,7 +244,8 @@ def make_engine(
         vocab_size=config.vocab_size,
     )
     config = EngineConfig(block_size=BLOCK_SIZE, kv_cache_bytes=0, **told)
-    return Engine(config, limits, OPS, forward, journal=journal, kv_elsewhere=heads.kv if heads is not None else None)
+    kv_elsewhere = heads.kv if heads is not None else None
+    return Engine(config, limits, OPS, forward, journal=journal, kv_elsewhere=kv_elsewhere, drafting=drafting)
 
 
 def config_heads(config: ModelConfig) -> int:
@@ -321,6 +324,7 @@ class HeadWorld:
         decoder: Decoder | None = None,
         log: Log | None = None,
         num_blocks: int = BLOCKS_PER_HOME,
+        drafting: Drafting | None = None,
         **config: int,
     ) -> Engine:
         """Of one home; `log`: of a predecessor; `num_blocks`: of those that are its own."""
@@ -333,7 +337,7 @@ class HeadWorld:
         parking = NO_BLOCKS
         if self.shadow == "mirror":
             parking = parking_range_of(home.rank, BLOCKS_PER_HOME, len(self.homes))
-        return make_engine(self.config, forward, blocks, journal, home.heads, parking, **config)
+        return make_engine(self.config, forward, blocks, journal, home.heads, parking, drafting, **config)
 
     def log_shape(self) -> LogShape:
         """Of a home's records."""

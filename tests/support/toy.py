@@ -11,7 +11,7 @@ import os
 import random
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -239,13 +239,16 @@ class Clairvoyant:
     them are what comes."""
 
     def __init__(
-        self, rng: random.Random, visible_keys: int | None = None, alone: Mapping[str, list[int]] | None = None
+        self,
+        rng: random.Random,
+        visible_keys: int | None = None,
+        alone: Callable[[RequestSpec], list[int]] | None = None,
     ) -> None:
-        """`alone`: streams that are known; those of the toy model can be found out."""
+        """`alone`: what a stream is alone; None: one of the toy model."""
         self.num_accepted = self.num_rejected = 0
         self._rng = rng
-        self._visible_keys = visible_keys
-        self._alone = dict(alone or {})
+        self._find = alone or (lambda request: run_alone(request, visible_keys=visible_keys))
+        self._alone: dict[str, list[int]] = {}
 
     def drafts(self, sequences: SequenceOf[Sequence]) -> list[tuple[int, ...]]:
         return [self._drafts(sequence) for sequence in sequences] if self._rng.random() < 0.7 else []
@@ -264,7 +267,7 @@ class Clairvoyant:
         given = sequence.spec
         if given.id not in self._alone:
             request = msgspec.structs.replace(given, known=as_tokens([]), masked=None)
-            self._alone[given.id] = run_alone(request, visible_keys=self._visible_keys)
+            self._alone[given.id] = self._find(request)
         num = min(self._rng.randrange(6), sequence.num_most - len(sequence.tokens) - 1)
         right = self._alone[given.id][sequence.num_output :][: self._rng.randrange(7)]
         wrong = [self._rng.randrange(VOCAB) for _ in range(max(num, 0))]

@@ -131,8 +131,6 @@ def test_rows_of_drafts_have_the_bits_of_decoding(kind, monkeypatch):
     alone = {}
     for spec in specs:
         alone |= run(engine, [spec], seed=0)
-    drafting = Clairvoyant(
-        random.Random(7), alone={id: [token for _, token, *_ in outputs] for id, outputs in alone.items()}
-    )
+    drafting = Clairvoyant(random.Random(7), alone=lambda spec: [token for _, token, *_ in alone[spec.id]])
     assert run(engine.alike(engine.config, drafting=drafting), specs, seed=1) == alone
     assert drafting.num_accepted > 10 and drafting.num_rejected > 10

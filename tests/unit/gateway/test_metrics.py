@@ -112,7 +112,7 @@ def test_names_types_labels_and_counts() -> None:
         assert values["vllm:request_success_total", "length"] == 2
         assert values["vllm:time_to_first_token_seconds_count", None] == 2
         assert values["vllm:request_queue_time_seconds_sum", None] == 2 * QUEUED_S
-        assert values["vllm:inter_token_latency_seconds_count", None] == 4
+        assert values["vllm:inter_token_latency_seconds_count", None] == 0, "tokens come together, all of a choice"
         assert values["vllm:request_generation_tokens_sum", None] == 6
         assert values["vllm:request_prefill_kv_computed_tokens_sum", None] == 2 * (4 - 2)  # two are cached
         assert values["vllm:request_params_max_tokens_sum", None] == 6

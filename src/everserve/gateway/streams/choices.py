@@ -240,7 +240,7 @@ class Choice:
             metrics.queue_s.observe(self._queued_s)
             metrics.num_prompt_tokens += len(self.spec.prompt)
             metrics.num_cached_tokens += output.num_cached
-        else:
+        elif now_s > self.last_s:  # tokens that come together end one such time
             metrics.inter_token_latency_s.observe(now_s - self.last_s)
         self.last_s = now_s
         if output.token is not None:
