@@ -29,6 +29,7 @@ _NUM_ALIKE, _NUM_ENOUGH = 9, 3  # steps without drafts that count; fewer say not
 _MEASURED_ALL, _MEASURED_EVERY = 8, 8  # steps without drafts in a row: the first are measured, then every eighth
 _NUM_DRAFTED = 32  # steps with drafts that are remembered
 _GUESSED_ROWS = 16  # weight of the guess
+_REST = 4  # steps, when no stream is likely to have drafts that fit
 _STEPS_WITH_DRAFTS = 32  # then one without: what that takes must stay known
 _KNOWN_FOR = 512  # steps without drafts: then it is forgotten what steps with drafts have taken
 _MOST_FIXED_ROWS = 4096.0
@@ -128,6 +129,7 @@ class Speculator:
         self._most_rows = min(config.max_num_batched_tokens, limits.max_logits_rows)
         self._most_tokens = limits.max_model_len
         self._costs = RowCosts(free_rows)
+        self._rest = 0  # steps before drafts are looked for again
         self._num_steps = 0
 
     @classmethod
@@ -136,14 +138,17 @@ class Speculator:
         return cls(config, limits, free_rows) if config.speculation.num_speculative_tokens else None
 
     def drafts(self, sequences: SequenceOf[Sequence]) -> list[tuple[int, ...]]:
-        fixed_rows = self._costs.fixed_rows(len(sequences))
+        self._rest -= self._rest > 0
+        fixed_rows = self._costs.fixed_rows(len(sequences)) if not self._rest else None
         if fixed_rows is None:
             return []
-        least = least_chance(len(sequences), fixed_rows)
-        found = [self._search(s) if s.foresight.chance > least else () for s in sequences]
+        least, chances = least_chance(len(sequences), fixed_rows), [s.foresight.chance for s in sequences]
+        if max(chances) <= least:
+            self._rest = _REST
+            return []
+        found = [self._search(s) if chance > least else () for s, chance in zip(sequences, chances, strict=True)]
         if not any(found):
             return []
-        chances = [sequence.foresight.chance for sequence in sequences]
         nums = shares(chances, list(map(len, found)), fixed_rows, self._most_rows - len(sequences))
         return [tokens[:num] for tokens, num in zip(found, nums, strict=True)] if any(nums) else []
 
@@ -155,7 +160,7 @@ class Speculator:
         return any([sequence.foresight.chance > least for sequence in sequences])  # noqa: C419 (a list is quicker)
 
     def note(self, given: list[Chunk], counted: list[Chunk], seconds: float) -> None:
-        num_drafts = sum([chunk[1] for chunk in given]) - len(given)
+        num_drafts = sum([chunk[1] for chunk in given]) - len(given) if given is not counted else 0
         self._costs.note(len(given), num_drafts, seconds)
         if num_drafts:
             for chunk, counts in zip(given, counted, strict=True):

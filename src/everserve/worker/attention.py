@@ -392,10 +392,10 @@ class AttentionLoop:
             log.warning("%s", result.kv_lost)
         if result.regained is not None:
             self._tell_regained(result.regained)
-        for id, reason, is_dead_end in result.failed:
+        self._gateways.send_step(result.outputs, self._stats)
+        for id, reason, is_dead_end in result.failed:  # behind the tokens that came before
             fault = not is_dead_end
             self._gateways.reject(Rejected(id=id, reason=reason, is_server_fault=fault, is_dead_end=is_dead_end))
-        self._gateways.send_step(result.outputs, self._stats)
         self._engine.log_step()
         self._tell_restored(result)
         for sequence in result.preempted:

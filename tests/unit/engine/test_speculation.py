@@ -20,6 +20,18 @@ from everserve.tables.requests import RequestSpec, as_tokens
 from tests.support import guides
 from tests.support.toy import Clairvoyant, ToyModel, make_config, make_engine, spec
 
+
+class Certain(Clairvoyant):
+    """Always the same drafts."""
+
+    def __init__(self, drafts: tuple[int, ...]) -> None:
+        super().__init__(random.Random(0))
+        self._always = drafts
+
+    def drafts(self, sequences):
+        return [self._always for _ in sequences]
+
+
 GIVEN = (
     {"temperature": 0.0},
     {"temperature": 1.0, "seed": 3, "top_k": 5},
@@ -56,6 +68,28 @@ def test_outputs_are_the_same_with_drafts(visible_keys):
     assert stats.num_draft_tokens == drafting.num_accepted + drafting.num_rejected
     assert 0 < stats.num_drafts < stats.num_draft_tokens
     assert stats.num_steps < without.stats().num_steps
+
+
+def test_a_stream_that_cannot_go_on_has_the_tokens_before():
+    """It is the third token that has no successor; the drafts reach that far."""
+    tokens = [5, 6, 7]
+    banned = tuple((tokens[-1], other) for other in range(97))
+    bias = {token: 99.0 - 9 * i for i, token in enumerate(tokens)}
+    words = {"bad_words": (*banned, *((5, 5), (6, 5), (6, 6))), "logit_bias": bias, "temperature": 0.0}
+    told = {}
+    for drafts in (False, True):
+        engine, _ = make_engine(drafting=Certain(tuple(tokens[1:])) if drafts else None)
+        engine.add(spec("r", [1, 2, 3], **words))
+        outputs, failed, num_steps = [], [], 0
+        while engine.has_work:
+            result = engine.step()
+            outputs += [(output.index, output.token) for output in result.outputs]
+            failed += result.failed
+            num_steps += 1
+            engine.check()
+        assert [token for _, token in outputs] == tokens and failed[0].is_dead_end
+        told[drafts] = outputs, failed, num_steps
+    assert told[True][:2] == told[False][:2] and told[True][2] < told[False][2]
 
 
 def test_what_repeats_itself_takes_fewer_steps():
