@@ -22,11 +22,12 @@ from tests.support.models import model_directory
 from tests.support.toy import Clairvoyant
 
 
-def make_engine(directory: Path, ops: str, monkeypatch: pytest.MonkeyPatch, **overrides: object):
+def make_engine(model: str | Path, ops: str, monkeypatch: pytest.MonkeyPatch, **overrides: object):
+    """`model`: a directory, or a kind of model."""
     if ops == "reference":
         monkeypatch.setattr("everserve.backends.cpu.ops.unavailable", lambda: "switched off by this test")
     settings: dict = {
-        "directory": str(directory),
+        "directory": str(model if isinstance(model, Path) else model_directory(model)),
         "max_model_len": 96, "max_num_seqs": 8, "max_num_batched_tokens": 40, "max_prefill_while_decoding": 13,
         "kv_cache_bytes": 64 << 20, "batch_invariant": True, "num_threads": 2,
     }  # fmt: skip
@@ -107,17 +108,16 @@ def content(output: Output) -> tuple:
     ],
 )
 def test_a_stream_is_the_same_alone_and_in_company(kind, ops, monkeypatch):
-    directory = model_directory(kind)
-    crowded = make_engine(directory, ops, monkeypatch)
+    crowded = make_engine(kind, ops, monkeypatch)
     num_specs, num_crowds = (9, 1) if ops == "reference" else (20, 3)  # plain PyTorch row by row takes its time
     specs = random_specs(num_specs, crowded.limits.vocab_size, seed=1)
     alone = {}
-    quiet = make_engine(directory, ops, monkeypatch, enable_prefix_caching=False, max_num_batched_tokens=96)
+    quiet = make_engine(kind, ops, monkeypatch, enable_prefix_caching=False, max_num_batched_tokens=96)
     for spec in specs:
         alone |= run(quiet, [spec], seed=0)
     for seed in range(num_crowds):
         assert run(crowded, specs, seed) == alone
-    tight = make_engine(directory, ops, monkeypatch, kv_cache_bytes=9 * kv_block_bytes(kind))
+    tight = make_engine(kind, ops, monkeypatch, kv_cache_bytes=9 * kv_block_bytes(kind))
     assert run(tight, specs, seed=9) == alone
     assert tight.stats().num_preemptions > 0, "the pool was meant to be too small"
 
