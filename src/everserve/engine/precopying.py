@@ -134,7 +134,7 @@ class Precopier:
 
     def _ask(self, stream: Stream) -> None:
         size, copied = self._scheduler.pool.block_size, len(self._copied.get(stream.id, []))
-        wanted = _TO_RUN_AHEAD * max(len(self._scheduler.running), size)
+        wanted = _TO_RUN_AHEAD * max(len(self._scheduler.running) * self._scheduler.most_decoded, size)
         end = min(stream.num_computed // size, copied + self._kv.num_at_once(wanted))
         chains = stream.chains(end * size)[copied * size :]
         if self._kv.begin_fetch(stream.blocks[copied:end], chains):

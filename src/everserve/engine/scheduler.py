@@ -76,6 +76,7 @@ class Scheduler:
         self.chunk_sizes = ChunkSizes(config.max_prefill_slowdown, limits.token_cost)
         self.share = PrefillShare(limits.token_cost, config.max_num_batched_tokens, config.block_size)
         self.mask_id = 0  # of the experts that are masked in the next steps; 0: none are
+        self.most_decoded = 1 + config.speculation.num_speculative_tokens  # tokens that a stream gets in one step
         self._round: list[Chunk] = []  # the last step, if every running stream decoded in it
         self._undo = undo
         self._restorer = restorer
