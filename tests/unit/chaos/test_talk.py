@@ -217,7 +217,7 @@ class Answering:
         yield json_answer({"choices": [choice], "usage": usage})
 
 
-@pytest.mark.parametrize("manner", set(Manner) - {Manner.BACKGROUND})
+@pytest.mark.parametrize("manner", [manner for manner in Manner if manner is not Manner.BACKGROUND])
 def test_a_right_server_is_right_in_every_manner(manner):
     assert judge(Answering(), manner, num=10) == []
 
