@@ -72,7 +72,7 @@ def speculation(
     drafts: Annotated[int, typer.Option(help="Most drafts of a stream in a step.", min=1, max=64)] = 8,
     out: Out = None,
 ) -> None:
-    """One engine with drafts beside one without, on a CPU: core time, on text that repeats itself or does not."""
+    """One engine with drafts beside one without: core time, on a CPU."""
     from everserve_bench.micro import speculation as benchmark  # noqa: PLC0415 (torch)
 
     benchmark.run(tuple(streams or (1, 4, 16, 64)), rounds, drafts, out)
