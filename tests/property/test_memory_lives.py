@@ -16,9 +16,10 @@ from types import SimpleNamespace
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from everserve.control.hold.anchor_client import AnchorClient
 from everserve.control.hold.catalog import Catalog
+from everserve.control.hold.hosts import Hosts
 from everserve.memory.anchor import Anchor
+from everserve.memory.anchor_client import AnchorClient
 from everserve.memory.local import LocalMemory
 from everserve.tables.ids import Incarnation, Rank, WorkerId
 from everserve.tables.memory import Kind, MemoryName, seat_owner
@@ -98,7 +99,7 @@ class Orchestrator:
         supervisor, ours = Channel.pair()
         self.supervisor, to_supervisor = Channel(supervisor), Channel(ours)
         self.client, self.ends = AnchorClient(), []
-        self.catalog = Catalog(self.client, self.ends, to_supervisor, may_read)
+        self.catalog = Catalog(self.client, self.ends, Hosts(to_supervisor), may_read)
         self.channels = [to_supervisor]
         self.attach(anchor)
 

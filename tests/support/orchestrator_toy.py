@@ -25,9 +25,11 @@ from everserve.wire.messages import (
     Answered,
     AnyMessage,
     Ask,
+    CarrierAttached,
     FoundProcess,
     GatewayReport,
     Hello,
+    HostJoined,
     KeepGoal,
     LanesOpen,
     LanesSent,
@@ -160,6 +162,9 @@ class ToyOrchestrator:
         self.held_orders: list[tuple[StartWorker, list[int]]] = []
         self.host = Orchestrator(start, to_supervisor, to_gateway)
         self.attach_anchor()
+        self.carrier: Channel | None = None
+        if start.goal is not None and start.goal.hosts != {0}:
+            self.attach_carrier(sorted(start.goal.hosts - {0}))
         for worker in (workers or {}).values():
             self.introduce(worker)
         self.host.begin()
@@ -175,13 +180,24 @@ class ToyOrchestrator:
         self.supervisor.send(AnchorAttached(), fds=[theirs.fileno()])
         theirs.close()
 
+    def attach_carrier(self, hosts: list[int]) -> None:
+        """What supervisor and anchor do here, it does for other hosts; all their memory is on this one."""
+        ours, theirs = Channel.pair()
+        self.carrier = Channel(ours)
+        self.supervisor.send(CarrierAttached(), fds=[theirs.fileno()])
+        theirs.close()
+        for host in hosts:
+            self.carrier.send(HostJoined(host=host, name=f"host-{host}", address=""))
+
     def introduce(self, worker: ToyWorker) -> None:
         """As the supervisor does, when a process is new or the orchestrator is."""
         ours, theirs = Channel.pair()
         worker.control, worker.orchestrator, worker.got = Channel(ours), self, []
         self.workers[worker.id] = worker
         started = WorkerStarted(start=worker.start, pid=worker.pid, dropped=worker.dropped)
-        self.supervisor.send(started, fds=[theirs.fileno(), *worker.memory])
+        channel = self.supervisor if worker.start.host == 0 else self.carrier
+        assert channel is not None
+        channel.send(started, fds=[theirs.fileno(), *worker.memory])
         theirs.close()
 
     def exit(self, worker: ToyWorker, status: int = -9) -> None:
@@ -198,7 +214,13 @@ class ToyOrchestrator:
         """Until nothing more comes of what was sent."""
         while True:
             self.host.turn(0.0)
-            if not (self._read_supervisor() + self._read_anchor() + self._read_gateway() + self._read_workers()):
+            if not (
+                self._read_supervisor()
+                + self._read_anchor()
+                + self._read_carrier()
+                + self._read_gateway()
+                + self._read_workers()
+            ):
                 return
 
     def ask(self, request: AnyRequest) -> Answered:
@@ -227,12 +249,20 @@ class ToyOrchestrator:
 
     def _read_anchor(self) -> int:
         assert self.anchor is not None
-        frames: list[tuple[AnyMessage, Descriptors]] = list(self.anchor.receive_frames())
+        return self._read_orders(self.anchor)
+
+    def _read_carrier(self) -> int:
+        return self._read_orders(self.carrier) if self.carrier is not None else 0
+
+    def _read_orders(self, channel: Channel) -> int:
+        frames: list[tuple[AnyMessage, Descriptors]] = list(channel.receive_frames())
         for message, fds in frames:
             if isinstance(message, Allocate) and message.memory.kind in self.refused:
-                self.anchor.send(Withdraw(memory=message.memory, reason="out of memory"))
+                channel.send(Withdraw(memory=message.memory, reason="out of memory"))
             elif isinstance(message, Allocate):
-                self.anchor.send(Offer(memory=message.memory), fds=[self._allocate(message.memory)])
+                channel.send(Offer(memory=message.memory), fds=[self._allocate(message.memory)])
+            elif isinstance(message, Provision):  # of another host
+                self.held_orders.append((message.start, fds.take()))
             elif isinstance(message, Offer):
                 (fd,) = fds.take()
                 self.owned.adopt(message.memory, fd)

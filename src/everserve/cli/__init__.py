@@ -5,6 +5,7 @@ serve.py    serve a model (serve_settings.py what it is started with, flags.py f
             config_file.py flags from a file, foreign_flags.py flags of vLLM that are not here)
 model_files.py where a model's files are, and whether they can be served (hub.py names of the Hugging Face hub)
 starting.py bars while it starts
+agent.py    join an instance from another host
 devices.py  what it is served on
 files.py    files that flags name, looked at before anything long begins
 address.py  the server that --url names, and its keys
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from everserve.procs.root_end import RootEnd
 
 _COMMANDS = (
+    "agent",
     "bench",
     "chaos",
     "demo",

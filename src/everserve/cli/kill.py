@@ -1,5 +1,5 @@
 """`everserve kill RANK`: send a signal to a worker, or to another process, to see that clients do not notice.
-`everserve kill --device D`: lose a device. `everserve return D`: it is there again."""
+`everserve kill --device D`, `--host H`: lose a device or a host. `everserve return`: it may be used again."""
 
 from typing import Annotated
 
@@ -21,8 +21,8 @@ def kill(
         str | None,
         typer.Argument(
             metavar="RANK",
-            help="Rank of a worker, or gateway, keeper, supervisor, orchestrator, anchor or zygote; of several gateways"
-            " also gateway-1, keeper-1 ...",
+            help="Rank of a worker, or gateway, keeper, supervisor, orchestrator, anchor, zygote or carrier; of several"
+            " gateways also gateway-1, keeper-1 ...",
         ),
     ] = None,
     signal: Annotated[
@@ -35,23 +35,26 @@ def kill(
     device: Annotated[
         int | None, typer.Option(help="Lose a device instead: its workers, and everything in its memory.", min=0)
     ] = None,
+    host: Annotated[
+        int | None, typer.Option(help="Lose a host instead: its workers, and all their memory.", min=1)
+    ] = None,
     gone: Annotated[
-        bool, typer.Option("--gone", help="The device does not come back before `everserve return`.")
+        bool, typer.Option("--gone", help="The device or host does not come back before `everserve return`.")
     ] = False,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
     admin_key: AdminKey = None,
 ) -> None:
-    """Inject a fault: send a signal to a process, or lose a device. The server must run with --enable-chaos."""
-    if (target is None) == (device is None):
-        raise ConfigError("kill: name either a RANK or a --device")
-    if gone and device is None:
-        raise ConfigError("--gone: only a --device can be gone")
-    if device is not None:
-        lost = administer(f"{url}/cluster/fault", admin_key, api_key, {"device": device, "gone": gone})
-        typer.echo(f"device {device} is {'gone' if gone else 'lost'} with {_ranks(lost['ranks'])}")
+    """Inject a fault: signal a process, or lose a device or a host. The server must run with --enable-chaos."""
+    if [target, device, host].count(None) != 2:
+        raise ConfigError("kill: name one RANK, --device or --host")
+    if gone and target is not None:
+        raise ConfigError("--gone: only a --device or a --host can be gone")
+    if target is None:
+        what, number = ("device", device) if device is not None else ("host", host)
+        lost = administer(f"{url}/cluster/fault", admin_key, api_key, {what: number, "gone": gone})
+        typer.echo(f"{what} {number} is {'gone' if gone else 'lost'} with {_ranks(lost['ranks'])}")
         return
-    assert target is not None
     name = signal.upper().removeprefix("SIG")
     if name not in _SIGNALS:
         raise ConfigError(f"--signal {signal}: choose one of {', '.join(_SIGNALS)}")
@@ -66,12 +69,19 @@ def kill(
 
 @app.command(name="return")
 def return_device(
-    device: Annotated[int, typer.Argument(help="A device that is gone: see `everserve status`.", min=0)],
+    device: Annotated[int | None, typer.Argument(help="A device that is gone: see `everserve status`.", min=0)] = None,
+    host: Annotated[int | None, typer.Option(help="Instead: a host that is gone. It may join again.", min=1)] = None,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
     admin_key: AdminKey = None,
 ) -> None:
-    """Use a device again that was gone. Workers start on it, and serve when they are ready."""
+    """Use a device again that was gone, or a host. Workers start on it."""
+    if (device is None) == (host is None):
+        raise ConfigError("return: name either a DEVICE or a --host")
+    if host is not None:
+        administer(f"{url}/cluster/return", admin_key, api_key, {"host": host})
+        typer.echo(f"host {host} may join again: its agent tries to every moment")
+        return
     back = administer(f"{url}/cluster/return", admin_key, api_key, {"device": device})
     ranks = back["ranks"]
     there = f"{_ranks(ranks)} {agree('start', len(ranks))}"

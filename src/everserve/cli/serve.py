@@ -26,6 +26,7 @@ from everserve.cli.serve_settings import (
     check_weights,
     divide_heads,
     say_whole_heads,
+    start_carrier,
     start_orchestrator,
     with_room,
     worker_settings,
@@ -48,7 +49,7 @@ from everserve.procs.listening import listen_on, url_of
 from everserve.procs.process_table import Instance
 from everserve.procs.state_directory import StateDirectory
 from everserve.procs.supervisor import Supervisor, say_ready
-from everserve.wire.messages import StartGateway, StartOrchestrator
+from everserve.wire.messages import StartCarrier, StartGateway, StartOrchestrator
 
 
 @app.command(cls=ServeCommand)
@@ -98,7 +99,8 @@ def serve(
     say_whole_heads(told)
     workers = with_room(with_places(workers, settings, len(chosen.devices)), settings)
     start = start_orchestrator(workers, settings, chosen, own.gpu_memory_utilization)
-    _run(model, gateway_config, start, chosen.share, own.log_format == "text")
+    carrier = start_carrier(own, start, gateway_config)
+    _run(model, gateway_config, start, chosen.share, own.log_format == "text", carrier)
 
 
 def _in_directory(events: EventLogConfig) -> EventLogConfig:
@@ -114,7 +116,14 @@ def _chat_template(own: LaunchConfig) -> str | None:
     return read_text(own.chat_template, "--chat-template") if own.chat_template is not None else None
 
 
-def _run(model: str, gateway: GatewayConfig, start: StartOrchestrator, share_device: bool, has_bars: bool) -> NoReturn:
+def _run(
+    model: str,
+    gateway: GatewayConfig,
+    start: StartOrchestrator,
+    share_device: bool,
+    has_bars: bool,
+    start_carrier: StartCarrier | None,
+) -> NoReturn:
     """Until the instance ends. This process is the supervisor, from now on."""
     root = root_end.here
     assert root is not None, "root has made this process"
@@ -137,6 +146,7 @@ def _run(model: str, gateway: GatewayConfig, start: StartOrchestrator, share_dev
             num_spares=start.cluster.spares,
             keeps=keeps,
             state=state.row(),
+            start_carrier=start_carrier,
         )
         ready = partial(say_ready, model)
         memory = GatewayMemory.new(listen.detach(), gateway)

@@ -1,17 +1,22 @@
 """From what the command line says to what an instance is started with, and what is refused before that."""
 
 import logging
+import uuid
 
 from msgspec import structs
 
 from everserve.backends.cpu import lane
+from everserve.carrier import key
+from everserve.carrier.tls import listen
 from everserve.cli.devices import Chosen, dtype_on, kv_cache_bytes
 from everserve.cli.flags import Said
 from everserve.config.cluster import ClusterConfig
 from everserve.config.compute import ComputeConfig
 from everserve.config.engine import EngineConfig
 from everserve.config.events import EventLogConfig
+from everserve.config.gateway import GatewayConfig
 from everserve.config.kvlog import LogConfig
+from everserve.config.launch import LaunchConfig
 from everserve.config.model import ModelSource
 from everserve.control.hold.design import capacity_of, first_goal, place
 from everserve.control.hold.needs import Needs
@@ -25,7 +30,7 @@ from everserve.plan.steps import step_tokens
 from everserve.procs.host import available_bytes
 from everserve.tables.ids import NO_DEVICE, Incarnation, Rank, WorkerId
 from everserve.tables.memory import Kind
-from everserve.wire.messages import StartOrchestrator, WorkerSettings
+from everserve.wire.messages import StartCarrier, StartOrchestrator, WorkerSettings
 from everserve.words import count
 
 log = logging.getLogger(__name__)
@@ -182,6 +187,33 @@ def start_orchestrator(
     engine = structs.replace(worker.engine, kv_cache_bytes=kv_bytes)
     _check_kv(worker.model, engine, why)
     return structs.replace(start, worker=structs.replace(worker, engine=engine))
+
+
+def start_carrier(own: LaunchConfig, start: StartOrchestrator, gateway: GatewayConfig) -> StartCarrier | None:
+    """What joins other hosts to this one; None: there are none."""
+    cluster = start.cluster
+    if cluster.hosts == 1:
+        if own.cluster_key is not None:
+            raise ConfigError("--cluster-key: for an instance of several --hosts")
+        return None
+    if start.num_gpus:
+        raise ConfigError("--hosts: on CPUs only, yet; use --device cpu, or one instance for each host")
+    if own.cluster_key is None:
+        raise ConfigError("--hosts: say with --cluster-key where the file is that lets hosts in; it is made if needed")
+    path = own.cluster_key.absolute()
+    key.make_if_missing(path)
+    key.context(path, is_server=True)
+    listen(own.cluster_port).close()
+    return StartCarrier(
+        instance=uuid.uuid4().hex,
+        port=own.cluster_port,
+        key_file=str(path),
+        num_hosts=cluster.hosts,
+        num_gateways=gateway.gateways,
+        device=start.worker.compute.device,
+        detect_ms=cluster.detect_ms,
+        grace_s=cluster.host_grace_s,
+    )
 
 
 def _check_kv(source: ModelSource, engine: EngineConfig, why: str) -> None:

@@ -101,13 +101,17 @@ def _print(cluster: dict[str, Any]) -> None:
         typer.echo(f"  degraded: {what}")
     for line in device_lines(cluster.get("devices", [])):
         typer.echo(f"  {line}")
+    for line in host_lines(cluster.get("hosts", [])):
+        typer.echo(f"  {line}")
     for one in cluster.get("survives", []):
         typer.echo(f"  survives {one['failure']}: {one['weights']}, {one['kv']}")
     if kinds := cluster.get("balance", {"kinds": {}})["kinds"]:
         ratios = ", ".join(f"{kind}s {ratio:.2f}" for kind, ratio in kinds.items())
         typer.echo(f"busiest device over the mean: {ratios}")
-    processes = ", ".join(f"{process['name']} {process['pid']}" for process in cluster["processes"])
-    typer.echo(f"processes: {processes}")
+    for host in sorted({process.get("host", 0) for process in cluster["processes"]}):
+        there = [process for process in cluster["processes"] if process.get("host", 0) == host]
+        processes = ", ".join(f"{process['name']} {process['pid']}" for process in there)
+        typer.echo(f"processes{f' of host {host}' if host else ''}: {processes}")
     spares = cluster.get("spares", {"wanted": 0})
     if spares["wanted"]:
         typer.echo(f"spares: {spares['ready']} of {spares['wanted']} ready")
@@ -117,6 +121,15 @@ def _print(cluster: dict[str, Any]) -> None:
     notes = [f"rank {worker['rank']}: {worker['note']}" for worker in cluster["workers"] if worker["note"]]
     if recent := [*notes, *(f"- {sentence}" for sentence in cluster.get("recent", []))]:
         typer.echo("\n" + "\n".join(recent))
+
+
+def host_lines(hosts: list[dict[str, Any]]) -> list[str]:
+    """All hosts, where there are several."""
+    return [
+        f"host {host['host']} ({host['name'] or 'not known yet'}): {host['state']}, ranks"
+        f" {', '.join(map(str, host['workers'])) or 'none'}"
+        for host in (hosts if len(hosts) > 1 else [])
+    ]
 
 
 def device_lines(devices: list[dict[str, Any]]) -> list[str]:

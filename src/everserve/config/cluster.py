@@ -95,6 +95,16 @@ class ClusterConfig(Config, frozen=True, kw_only=True):
         float,
         Flag("A worker that shows no sign of life for this long counts as dead. 0: only those whose process ended."),
     ] = 50.0
+    hosts: Annotated[
+        int,
+        Flag("Wait for so many hosts, this one among them, and spread the workers over them. Each of the others runs"
+             " `everserve agent --join`.", min=1, max=MAX_RANKS),
+    ] = 1  # fmt: skip
+    host_grace_s: Annotated[
+        float,
+        Flag("A host of which nothing was heard for this long is lost. For less its streams wait, and go on there.",
+             min=0.5, max=60.0),
+    ] = 2.0  # fmt: skip
     slow_factor: Annotated[
         float,
         Flag("A worker that needs more than this times as long as others for the same work is routed around and at last"
@@ -115,10 +125,26 @@ class ClusterConfig(Config, frozen=True, kw_only=True):
             raise ConfigError(f"--devices {self.devices}: only {count(self.num_workers, 'worker')} to put on them")
         if self.max_workers is not None and self.max_workers < self.num_workers:
             raise ConfigError(f"--max-workers {self.max_workers}: it starts with {count(self.num_workers, 'worker')}")
+        self._check_hosts()
         if self.detect_ms and not _MIN_DETECT_MS <= self.detect_ms <= _MAX_DETECT_MS:
             raise ConfigError(f"--detect-ms {self.detect_ms:g}: choose 0 or {_MIN_DETECT_MS} to {_MAX_DETECT_MS}")
         if 0 < self.slow_factor < _MIN_SLOW_FACTOR:
             raise ConfigError(f"--slow-factor {self.slow_factor:g}: choose 0 or at least {_MIN_SLOW_FACTOR:g}")
+
+    def _check_hosts(self) -> None:
+        """Replicas of the whole model: nothing is divided over hosts yet."""
+        if self.hosts == 1:
+            return
+        is_divided = self.expert_workers or self.tensor_parallel_size is not None or self.enable_expert_parallel
+        if is_divided:
+            raise ConfigError(
+                f"--hosts {self.hosts}: every worker has the whole model, so without --expert-workers, -tp and"
+                " --enable-expert-parallel; say --attention-workers"
+            )
+        if self.data_parallel_size is None and self.attention_workers < self.hosts:
+            raise ConfigError(f"--hosts {self.hosts}: give each at least one of --attention-workers")
+        if self.devices is not None and self.devices % self.hosts:
+            raise ConfigError(f"--hosts {self.hosts} --devices {self.devices}: every host has as many devices")
 
     def resolved(self) -> "ClusterConfig":
         """The same configuration with the workers that data, expert and tensor parallelism stand for."""

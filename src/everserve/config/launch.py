@@ -45,6 +45,14 @@ class LaunchConfig(Config, frozen=True, kw_only=True):
         Flag("Send a trace of each request there, as OTLP over HTTP: http://localhost:4318/v1/traces."),
     ] = None
 
+    cluster_port: Annotated[
+        int, Flag("With --hosts: where other hosts join. Only those with the cluster key are let in.", min=1, max=65535)
+    ] = 8010
+    cluster_key: Annotated[
+        Path | None,
+        Flag("With --hosts: the file that lets hosts in. It is made if it is not there; copy it to the other hosts."),
+    ] = None
+
     def check(self) -> None:
         if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError("--gpu-memory-utilization must be above 0 and at most 1")

@@ -3,7 +3,7 @@ instance."""
 
 from everserve.tables.members import gateway_name, keeper_name
 
-_OTHERS = ("supervisor", "orchestrator", "anchor", "zygote")
+_OTHERS = ("supervisor", "orchestrator", "anchor", "zygote", "carrier")
 
 
 def processes_of(num_gateways: int) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """Memory that processes share, and that outlives them.
 
 anchor.py     the process that owns it: one loop over the orchestrator's messages
+anchor_client.py requests to it, by who decides what memory there is
 owned.py      what it owns (tables/memory.py), of the host and of devices; nothing in the file system
 local.py      memory as a process opens it by its name
 names.py      sizes of memory that backends share, and what to tell a user when there is no room

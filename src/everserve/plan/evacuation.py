@@ -39,7 +39,7 @@ def devices_away(goal: Goal, capacity: Capacity, quiet: Collection[int]) -> tupl
     asked = [
         device
         for device in {one.device for one in goal.health}
-        if (level := goal.level(device)) in _EMPTIED and device not in goal.gone
+        if (level := goal.level(device)) in _EMPTIED and device not in goal.lost_devices
         if level is not Level.DRAIN_WHEN_QUIET or device in ready
     ]
     away: list[int] = []
@@ -51,7 +51,7 @@ def devices_away(goal: Goal, capacity: Capacity, quiet: Collection[int]) -> tupl
 
 def why_needed(goal: Goal, capacity: Capacity, away: Collection[int]) -> str:
     """Why the instance cannot serve without these devices; empty if it can."""
-    absent = {*goal.gone, *away}
+    absent = {*goal.lost_devices, *away}
     seats = [seat for seat in goal.seats if seat.wanted is Wanted.STAY and seat.device not in absent]
     num_expert = sum(Role.ATTENTION not in seat.roles for seat in seats)
     if len(seats) == num_expert:
@@ -106,4 +106,6 @@ def why_empty(goal: Goal, device: int) -> str:
     """Why no worker is started on a device."""
     if device in goal.gone:
         return f"its device {device} is gone"
+    if device in goal.lost_devices:
+        return "its host is lost"
     return f"its device {device} has health level {goal.level(device).value}"

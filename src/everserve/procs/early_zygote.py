@@ -40,7 +40,7 @@ def begin(launch: Launch = launch) -> None:
 
 def is_needed(arguments: Sequence[str]) -> bool:
     """Whether this looks like the start of a server. If it turns out not to be, nothing but time was spent."""
-    return len(arguments) > 1 and arguments[0] == "serve" and "--help" not in arguments
+    return len(arguments) > 1 and arguments[0] in ("serve", "agent") and "--help" not in arguments
 
 
 def descriptors() -> frozenset[int]:

@@ -15,6 +15,7 @@ _MODULES = {
     "gateway": "everserve.gateway",
     "orchestrator": "everserve.control",
     "anchor": "everserve.memory.anchor",
+    "carrier": "everserve.carrier",
     "zygote": "everserve.zygote",
 }
 

@@ -23,7 +23,7 @@ from everserve.config.events import EventLogConfig
 from everserve.tables.goal import Goal
 from everserve.tables.ids import Incarnation, Rank, Role
 from everserve.tables.memory import MemoryName
-from everserve.wire.messages import StartGateway, StartOrchestrator, StartWorker
+from everserve.wire.messages import StartCarrier, StartGateway, StartOrchestrator, StartWorker
 
 _T = TypeVar("_T")
 
@@ -114,6 +114,7 @@ class Instance(Row):
     num_spares: int = 0  # for each device
     keeps: list[int] = []  # pids of processes beside the instance, which end by themselves
     state: StateRow | None = None
+    start_carrier: StartCarrier | None = None  # None: there is one host
 
 
 class ProcessTable(Row):

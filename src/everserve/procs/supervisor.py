@@ -12,6 +12,7 @@ anchor or zygote is replaced, and its peers get a channel to its successor.
     children.py    those that it has started, and their channels
     keepers.py     gateways and their keepers, of which there are as many as --gateways says
     provisioner.py workers
+    agent.py       what the supervisor is on other hosts; the carrier joins them
     steps.py       what is to be done, and may have to wait
     upgrading.py   another version goes on
 
@@ -81,6 +82,8 @@ from everserve.wire.messages import (
     Answered,
     AnyMessage,
     Ask,
+    Attach,
+    CarrierAttached,
     DeviceDescriptors,
     EventHappened,
     Failed,
@@ -88,6 +91,7 @@ from everserve.wire.messages import (
     GatewayBegun,
     GatewayKnown,
     HandedOver,
+    HostProcesses,
     KeepGoal,
     OrchestratorAttached,
     ProcessesChanged,
@@ -110,7 +114,7 @@ _RESTARTS_WITHIN_S = 10.0  # ... within this time; beyond that the instance fail
 
 _START_WITHIN_S = 30.0  # for want of processes or descriptors; a server that has served tries for ever
 
-_HELPERS = ("orchestrator", "anchor", "zygote")  # which are started anew when anything of them is lost
+_HELPERS = ("orchestrator", "anchor", "zygote", "carrier")  # which are started anew when anything of them is lost
 _WAIT_S = 0.1  # for ends; then it looks again what is left
 _STDERR = 2
 _STOPS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD})
@@ -148,6 +152,7 @@ class Supervisor:
         self._on_ready = on_ready
         self._take_zygote = take_zygote  # one that was started before us
         self._spares = SparesChanged(pids=(), num_wanted=0)
+        self._processes_of: dict[int, tuple[Process, ...]] = {}  # joined hosts
         self._mps: Mps | None = None
         self._ballast: Ballast | None = None
         self._kill_at: float | None = None  # set while stopping
@@ -317,6 +322,7 @@ class Supervisor:
         self._keepers.owe_missing()
         self._owe_orchestrator(self._replace_orchestrator)
         self._owe_anchor()
+        self._owe_carrier()
         self._steps.owe("start the zygote", self._spawn_zygote)
         self._steps.owe("hand workers over", self._workers.hand_over)
         self._steps.owe("repeat pending forks", self._workers.ask_again)
@@ -340,6 +346,7 @@ class Supervisor:
         self._keepers.owe_missing()
         self._owe_orchestrator(lambda: self._spawn_orchestrator(self._start_orchestrator))
         self._owe_anchor()
+        self._owe_carrier()
         self._steps.owe("start the zygote", self._spawn_zygote)
         self._do_steps()
 
@@ -351,6 +358,18 @@ class Supervisor:
     def _owe_anchor(self) -> None:
         self._steps.owe("start the anchor", lambda: self._children.spawn("anchor", {}))
         self._steps.owe("connect the anchor", self._connect_anchor)
+
+    def _owe_carrier(self) -> None:
+        """Where there are other hosts."""
+        start = self._instance.start_carrier
+        if start is not None:
+            self._steps.owe("start the carrier", lambda: self._children.spawn("carrier", {}, start))
+            self._steps.owe("connect the carrier", self._connect_carrier)
+
+    def _connect_carrier(self) -> None:
+        to_carrier, to_orchestrator = Channel.pair()
+        self._children.give("carrier", OrchestratorAttached(), [to_orchestrator.detach()])
+        self._children.give("orchestrator", CarrierAttached(), [to_carrier.detach()])
 
     def _do_steps(self) -> None:
         failed = self._steps.do(lambda: self._kill_at is None)
@@ -466,6 +485,11 @@ class Supervisor:
             self._tell_processes()
         elif isinstance(message, KeepGoal):
             self._keep(message)
+        elif isinstance(message, Attach):
+            self._children.give(gateway_name(message.gateway), message, fds.take())
+        elif isinstance(message, HostProcesses):
+            self._processes_of[message.host] = message.processes
+            self._tell_processes()
         elif isinstance(message, Release):
             self._workers.drop(message.memory)
         elif isinstance(message, SignalWorker):
@@ -496,6 +520,7 @@ class Supervisor:
             keeper.control.send(GatewayKnown(generation=begun.generation))
             attach = partial(self._workers.attach_gateway, keeper.number)
             self._steps.owe(f"hand workers to the {keeper.name}", attach)
+            self._children.send("carrier", GatewayAttached(gateway=keeper.number))
             self._steps.owe(f"connect the {keeper.name}", partial(self._connect_gateway, keeper.number))
             self._do_steps()
         self._tell_processes()
@@ -595,9 +620,14 @@ class Supervisor:
         elif name == "orchestrator":
             self._owe_orchestrator(self._replace_orchestrator)
             self._steps.owe("connect the anchor", self._connect_anchor)
+            if "carrier" in self._children:
+                self._steps.owe("connect the carrier", self._connect_carrier)
             self._steps.owe("hand workers over", self._workers.hand_over)
         elif name == "anchor":
             self._owe_anchor()
+        elif name == "carrier":
+            self._processes_of.clear()
+            self._owe_carrier()
         else:
             self._steps.owe("start the zygote", self._spawn_zygote)
             self._steps.owe("repeat pending forks", self._workers.ask_again)
@@ -648,6 +678,9 @@ class Supervisor:
             self._signal(ask)
         elif self._upgrade.is_under_way or self._kill_at is not None:
             self._keepers.send(Answered(id=ask.id, refused="an upgrade is under way, or the end"))
+        elif ask.request.python is not None and self._instance.start_carrier is not None:
+            refused = "an instance of several hosts is upgraded host by host, by starting it again"
+            self._keepers.send(Answered(id=ask.id, refused=refused))
         elif ask.request.python is None:
             left = self._keepers.num_of_others
             view = UpgradeView(version=__version__, python=sys.executable, gateways_left=left)
@@ -686,6 +719,8 @@ class Supervisor:
         processes += [Process(name=one.title, pid=one.pid) for one in self._children.values() if one.status is None]
         gateways = [(keeper.name, keeper.gateway_pid) for keeper in self._keepers.there()]
         processes += [Process(name=name, pid=pid) for name, pid in gateways if pid is not None]
+        for host, found in sorted(self._processes_of.items()):
+            processes += [msgspec.structs.replace(one, host=host) for one in found]
         spares, num_wanted = self._spares.pids, self._spares.num_wanted
         self._keepers.send(ProcessesChanged(processes=tuple(processes), spares=spares, num_spares_wanted=num_wanted))
 

@@ -29,7 +29,7 @@ class SeatGoal(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: Rank
     roles: tuple[Role, ...]
-    host: int = 0  # which machine; all workers of an instance are on one today
+    host: int = 0  # which machine: its workers are lost together, with all memory there
     device: int = NO_DEVICE  # which device: workers on one device are lost together, with all memory on it
     gpu: int = NO_DEVICE  # the machine's GPU that the device is, or has a share of; NO_DEVICE: it is a CPU
     own_experts: int = 0  # experts per layer that a worker with both roles computes itself
@@ -75,6 +75,8 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     health: tuple[Diagnosis, ...] = ()  # what sources say about devices that are not healthy
     away: tuple[int, ...] = ()  # devices that are emptied because of their health: seats on them become, or are, empty
     mask: Mask = Mask()
+    lost_hosts: tuple[int, ...] = ()  # that are not there now: seats on them stay empty
+    gone_hosts: tuple[int, ...] = ()  # of these, hosts that may not join before an operator returns them
 
     def __post_init__(self) -> None:
         ranks = [seat.rank for seat in self.seats]
@@ -95,9 +97,20 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return {seat.rank: seat for seat in self.seats}
 
     @cached_property
+    def hosts(self) -> frozenset[int]:
+        """Hosts with seats."""
+        return frozenset(seat.host for seat in self.seats)
+
+    @cached_property
     def absent(self) -> frozenset[int]:
         """Devices on which no worker should be."""
-        return frozenset(self.gone).union(self.away)
+        return self.lost_devices.union(self.away)
+
+    @cached_property
+    def lost_devices(self) -> frozenset[int]:
+        """Devices that are gone, by themselves or with their host."""
+        with_host = (seat.device for seat in self.seats if seat.host in self.lost_hosts)
+        return frozenset(self.gone).union(with_host) if self.lost_hosts else frozenset(self.gone)
 
     @cached_property
     def are_all_staying(self) -> bool:

@@ -6,6 +6,8 @@ import msgspec
 
 from everserve.tables.ids import NO_DEVICE, Epoch, Incarnation, Rank, Role
 
+HOST_IS_SILENT = "H"  # in place of a process's state: nothing is heard of its host
+
 
 class WorkerState(StrEnum):
     """starting -> ready -> gone, or starting -> ready -> leaving -> gone. A new process in the seat is a new
@@ -22,6 +24,25 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     pid: int
+    host: int = 0
+
+
+class HostState(StrEnum):
+    """awaited -> serving -> lost -> serving ..."""
+
+    AWAITED = "awaited"  # it has not joined yet
+    SERVING = "serving"
+    LOST = "lost"  # it may join again
+    GONE = "gone"  # until an operator returns it
+
+
+class Host(msgspec.Struct, frozen=True, kw_only=True):
+    """A machine of the instance."""
+
+    host: int
+    state: HostState
+    name: str = ""
+    address: str = ""  # that it has joined from
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True):

@@ -380,6 +380,23 @@ class DeviceReturned(Event, frozen=True, tag="device_returned_event"):
     ranks: list[int]
 
 
+class HostLost(Event, frozen=True):
+    """A host was lost, with its workers and all its memory. `gone`: it may not join again before it is returned."""
+
+    host: int
+    reason: str
+    gone: bool
+    ranks: list[int]
+
+
+class HostReturned(Event, frozen=True):
+    """A host that was lost has joined again; workers start on it."""
+
+    host: int
+    name: str
+    ranks: list[int]
+
+
 class DeviceHealthChanged(Event, frozen=True, tag="device_health"):
     """A device has another health level (tables/health.py), because of `reason`. `done`: what follows from it."""
 

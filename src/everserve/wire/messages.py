@@ -21,13 +21,22 @@
     zygote -> spare                ForkWorker
     spare -> zygote                Ready
 
-    supervisor -> orchestrator     StartOrchestrator (first), AnchorAttached, GatewayAttached, WorkerStarted,
-                                   Offer, WorkerExited, Signalled, Shutdown
+    supervisor -> orchestrator     StartOrchestrator (first), AnchorAttached, GatewayAttached, CarrierAttached,
+                                   WorkerStarted, Offer, WorkerExited, Signalled, Shutdown
     orchestrator -> supervisor     KeepGoal (first), Provision, Release, SignalWorker, Ready, Failed
 
     supervisor -> gateway          StartGateway (first), GatewayKnown, OrchestratorAttached, Attach, ProcessesChanged,
                                    Succeed, Answered, EventHappened, HandedOver, TakenIn, Shutdown
     gateway -> supervisor          GatewayBegun (first), Ready, Failed, Ask, EventHappened, HandedOver, TakenIn
+
+    supervisor -> carrier          StartCarrier (first), OrchestratorAttached, GatewayAttached, Shutdown
+    carrier -> supervisor          Attach, HostProcesses, EventHappened, Failed
+    carrier -> orchestrator        HostJoined, HostLeft; for other hosts what supervisor and anchor say, and LeftMemory
+    orchestrator -> carrier        EvictHost, AdmitHost; for other hosts what supervisor and anchor are told
+
+    agent -> its carrier           StartFarEnd (first); what a supervisor says to orchestrator and gateways
+    carrier -> its agent           HostAdmitted (first), HandOver, GatewayAttached; what an orchestrator says to a
+                                   supervisor
 
     supervisor -> anchor           OrchestratorAttached, Shutdown
     anchor -> supervisor           Ready
@@ -57,7 +66,7 @@ from everserve.tables.calls import ShardKind
 from everserve.tables.goal import Capacity, Goal
 from everserve.tables.health import DeviceHealth
 from everserve.tables.ids import NO_DEVICE, Epoch, Incarnation, Rank, Role, WorkerId
-from everserve.tables.members import Members, Process
+from everserve.tables.members import Host, Members, Process
 from everserve.tables.memory import MemoryName
 from everserve.tables.outputs import AttentionLoad, EngineStats, ExpertStats, Output
 from everserve.tables.prompts import PendingPrompt
@@ -341,6 +350,7 @@ class ClusterChanged(Message, frozen=True):
     num_stale: int  # messages of workers after they were declared gone, and what these report as dropped
     num_survivable_deaths: int | None = None  # of expert workers, now; None: there are none
     gone: tuple[int, ...] = ()  # devices
+    hosts: tuple[Host, ...] = ()  # empty: there is only one
     health: tuple[DeviceHealth, ...] = ()  # of devices that are not healthy
     num_health_troubles: int = 0  # what a health source said that could not be read
     moves: dict[Rank, tuple[Fill, ...]] = {}  # slots that are being filled now
@@ -623,10 +633,12 @@ class StartGateway(Message, frozen=True):
 
 
 class Attach(Message, frozen=True):
-    """Supervisor to gateway: an attention worker exists. + fds: the channel to it."""
+    """Supervisor to gateway, and carrier to supervisor for the gateway of this number: an attention worker exists.
+    + fds: the channel to it."""
 
     rank: Rank
     incarnation: Incarnation
+    gateway: int = 0
 
 
 class TokensAttached(Message, frozen=True):
@@ -637,7 +649,8 @@ class TokensAttached(Message, frozen=True):
 
 
 class GatewayAttached(Message, frozen=True):
-    """Supervisor to orchestrator: there is another gateway of this number. + fds: the channel to it."""
+    """Supervisor to orchestrator: there is another gateway of this number. + fds: the channel to it. To carrier, and
+    carrier to its agent: the same, without one."""
 
     gateway: int = 0
 
@@ -687,6 +700,91 @@ class ProcessesChanged(Message, frozen=True):
     processes: tuple[Process, ...]
     spares: tuple[int, ...] = ()
     num_spares_wanted: int = 0
+
+
+# -- several hosts -------------------------------------------------------------------------------
+
+
+class StartCarrier(Message, frozen=True):
+    """Supervisor to carrier, first message: where to listen for hosts, and what these are told."""
+
+    instance: str
+    port: int
+    key_file: str
+    num_hosts: int
+    num_gateways: int
+    device: str  # that workers compute on
+    detect_ms: float
+    grace_s: float
+
+
+class CarrierAttached(Message, frozen=True):
+    """Supervisor to orchestrator: a (new) carrier. + fds: the channel to it."""
+
+
+class HostJoined(Message, frozen=True):
+    """Carrier to orchestrator: this host is there. `found`: its workers, for an orchestrator that is new."""
+
+    host: int
+    name: str
+    address: str
+    found: tuple["FoundProcess", ...] = ()
+
+
+class HostLeft(Message, frozen=True):
+    """Carrier to orchestrator: this host is lost, with its workers and all its memory."""
+
+    host: int
+    reason: str
+
+
+class EvictHost(Message, frozen=True):
+    """Orchestrator to carrier: this host counts as lost. `gone`: it is not let in before AdmitHost."""
+
+    host: int
+    gone: bool
+
+
+class AdmitHost(Message, frozen=True):
+    """Orchestrator to carrier: this host may join again."""
+
+    host: int
+
+
+class LeftMemory(Message, frozen=True):
+    """Carrier to orchestrator: memory of a worker that had exited before this orchestrator began. + fd: its note."""
+
+    memory: MemoryName
+
+
+class HostProcesses(Message, frozen=True):
+    """Carrier to supervisor: the processes of a joined host that are not workers."""
+
+    host: int
+    processes: tuple[Process, ...]
+
+
+class StartFarEnd(Message, frozen=True):
+    """Agent to its carrier, first message: which host to join. `model`: where its files are here; empty: where they
+    are on the first host."""
+
+    address: tuple[str, int]
+    key_file: str
+    name: str
+    model: str = ""
+    host: int | None = None  # the number that it had last
+
+
+class HostAdmitted(Message, frozen=True):
+    """Carrier to its agent: this host belongs to an instance from now on."""
+
+    host: int
+    num_gateways: int
+    device: str
+
+
+class HandOver(Message, frozen=True):
+    """Carrier to its agent: there is another orchestrator, which needs a channel to every worker."""
 
 
 class Shutdown(Message, frozen=True):

@@ -7,6 +7,7 @@ their whole way from HTTP to the process that decides.
     return    ReturnRequest   DeviceChangeView   control/decide/operations.py
     health    HealthRequest   HealthView         control/decide/health.py
     fault     FaultRequest    DeviceChangeView   control/decide/operations.py, of a device
+                              HostChangeView     control/decide/hosts.py, of a host
                               FaultView          control/run/injection.py, of a worker; procs/supervisor.py, else
     upgrade   UpgradeRequest  UpgradeView        procs/supervisor.py, upgrading.py
 
@@ -100,12 +101,13 @@ class HealthView(View, frozen=True):
 
 class FaultRequest(Request, frozen=True):
     """Which signal to send, and where: to the worker with this rank, or to a process that is not a worker. Or a device
-    that is lost, with its workers and everything in its memory; `gone`: until it is returned."""
+    or a host that is lost, with its workers and everything in its memory; `gone`: until it is returned."""
 
     rank: _Number | None = None
     process: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
     signal: Literal["KILL", "STOP", "CONT", "TERM", "HANG", "FLIP"] | None = None  # the last two: of workers only
     device: _Number | None = None
+    host: _Number | None = None
     gone: bool = False
 
 
@@ -120,15 +122,23 @@ class FaultView(View, frozen=True, kw_only=True):
 
 
 class ReturnRequest(Request, frozen=True):
-    """A device that was gone."""
+    """A device or a host that was gone."""
 
-    device: _Number
+    device: _Number | None = None
+    host: _Number | None = None
 
 
 class DeviceChangeView(View, frozen=True):
     """`POST /cluster/fault` with a device, `POST /cluster/return`: the device and the ranks on it."""
 
     device: int
+    ranks: tuple[int, ...]
+
+
+class HostChangeView(View, frozen=True):
+    """The same, with a host."""
+
+    host: int
     ranks: tuple[int, ...]
 
 

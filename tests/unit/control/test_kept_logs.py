@@ -7,12 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from everserve.control.hold.anchor_client import AnchorClient
 from everserve.control.hold.catalog import Catalog
+from everserve.control.hold.hosts import Hosts
 from everserve.control.hold.log_references import Logs
 from everserve.kvlog.chains import key_of
 from everserve.kvlog.layout import HEADER
 from everserve.kvlog.log import Log, LogMismatch, open_own
+from everserve.memory.anchor_client import AnchorClient
 from everserve.memory.owned import create_memory
 from everserve.tables.ids import Incarnation, Rank, WorkerId
 from everserve.wire.messages import Offer, Release, Withdraw
@@ -42,7 +43,7 @@ class World:
     def __init__(self, *ends: End, num_gateways: int = 1) -> None:
         self.supervisor, self.anchor = End(), AnchorClient()
         may_read = lambda end, memory: end.id != memory.owners[0]  # noqa: E731
-        self.catalog = Catalog(self.anchor, ends, self.supervisor, may_read)
+        self.catalog = Catalog(self.anchor, ends, Hosts(self.supervisor), may_read)
         self.logs = Logs(self.catalog, num_gateways)
 
 

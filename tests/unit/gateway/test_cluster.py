@@ -1,6 +1,7 @@
 """What operators see and do: /cluster, /health, /cluster/fault, /cluster/drain; and the channel to the orchestrator."""
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -47,27 +48,37 @@ VIEW = {
     "conditions": {"peers": [], "coverage": ["v"], "epochs": []},
     "experts_without_place": 0,
     "recent": [],
-    "processes": [{"name": "gateway", "pid": 7}],
+    "processes": [{"name": "gateway", "pid": 7, "host": 0}],
     "spares": {"ready": 0, "wanted": 0},
     "workers": [
         {
             **{"rank": 0, "incarnation": 1, "pid": 4242, "roles": ["attention"], "state": "ready"},
             **{"requests": 2, "running": 1, "waiting": 1, "kv_cache_usage": 0.5},
-            **{"device": 0, "slots": 0, "shadow_slots": 0, "slow": False, "slowness": 1.1, "note": ""},
+            **{"host": 0, "device": 0, "slots": 0, "shadow_slots": 0, "slow": False, "slowness": 1.1, "note": ""},
         },
         {
             **{"rank": 1, "incarnation": 3, "pid": 0, "roles": ["expert"], "state": "starting"},
             **{"requests": 0, "running": 0, "waiting": 0, "kv_cache_usage": 0.0},
-            **{"device": 1, "slots": 8, "shadow_slots": 2, "slow": False, "slowness": None},
+            **{"host": 0, "device": 1, "slots": 8, "shadow_slots": 2, "slow": False, "slowness": None},
             **{"note": "crashed 3 times"},
         },
     ],
     "devices": [
-        {"device": 0, "state": "serving", "level": 0, "reason": "", "note": "", "workers": [0]},
+        {"device": 0, "host": 0, "state": "serving", "level": 0, "reason": "", "note": "", "workers": [0]},
         {
-            **{"device": 1, "state": "down", "level": 3, "reason": "a fan", "note": "is used on: …"},
+            **{"device": 1, "host": 0, "state": "down", "level": 3, "reason": "a fan", "note": "is used on: …"},
             "workers": [1],
         },
+    ],
+    "hosts": [
+        {
+            "host": 0,
+            "name": socket.gethostname(),
+            "address": "",
+            "state": "serving",
+            "devices": [0, 1],
+            "workers": [0, 1],
+        }
     ],
     "moves": [],
     "balance": {"max_over_mean": None, "kinds": {}},

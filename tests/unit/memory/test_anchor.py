@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from everserve.control.hold.anchor_client import AnchorClient
 from everserve.memory import device as driver
 from everserve.memory import owned as anchor_memory
 from everserve.memory.anchor import Anchor
+from everserve.memory.anchor_client import AnchorClient
 from everserve.memory.device import CudaError
 from everserve.memory.names import lack
 from everserve.memory.owned import NoMemoryError, OwnedMemory

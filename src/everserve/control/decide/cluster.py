@@ -25,7 +25,7 @@ from everserve.plan.moves import GivenUp, Move
 from everserve.plan.routing import make_routes
 from everserve.tables.goal import Capacity, Goal, Mask, SeatGoal
 from everserve.tables.ids import Epoch, Incarnation, Rank, Role, WorkerId
-from everserve.tables.members import Members, Worker, WorkerState
+from everserve.tables.members import Host, Members, Worker, WorkerState
 from everserve.tables.outputs import AttentionLoad
 from everserve.tables.placement import SeatExperts
 from everserve.tables.remembered import remembered
@@ -101,6 +101,7 @@ class ClusterState:
         self.slowness = Slowness(policy.slow)
         self.row_checks = RowChecks()
         self.lost_policy = lost_policy or LostExpertPolicy()
+        self.hosts: dict[int, Host] = {}  # by number; empty: there is only one
         self.loads: Mapping[Rank, AttentionLoad] = {}  # by the gateway's last report
         self.given_up: GivenUp = {}  # slots that routes do not lead to any more
         self.last_named = LastNamed()
@@ -244,8 +245,9 @@ class ClusterState:
             routes=routed.routes,
             conditions=conditions(members, placement, routed.have, routed.routes, self.acknowledged(), routed.checked),
             degraded=(*degraded(members, placement, routed.routes, routed.checked), *degraded_by(self.goal, health)),
-            gone=self.goal.gone,
+            gone=tuple(sorted(self.goal.lost_devices)),
             health=health,
+            hosts=tuple(self.hosts[number] for number in sorted(self.hosts)),
         )
 
     def _routed(self, epoch: Epoch, members: Members) -> "_Routed":

@@ -9,11 +9,21 @@ from typing import Literal
 
 from everserve.tables.health import DeviceHealth
 from everserve.tables.ids import Incarnation, Rank, Role
-from everserve.tables.members import Members
+from everserve.tables.members import Host, Members
 from everserve.tables.routes import Routes
 from everserve.tables.validity import Conditions
 from everserve.wire.events import AnyEvent
-from everserve.wire.messages import Answered, ClearSlots, ComputeRow, FillSlots, KeepGoal, Leave, StopChanges
+from everserve.wire.messages import (
+    AdmitHost,
+    Answered,
+    ClearSlots,
+    ComputeRow,
+    EvictHost,
+    FillSlots,
+    KeepGoal,
+    Leave,
+    StopChanges,
+)
 
 Cause = Literal["crash", "hang", "exit", "left"]  # left: it was asked to leave, and has ended
 
@@ -43,6 +53,7 @@ class Publish:
     degraded: tuple[str, ...]
     gone: tuple[int, ...] = ()  # devices
     health: tuple[DeviceHealth, ...] = ()  # of devices that are not healthy
+    hosts: tuple[Host, ...] = ()  # empty: there is only one
 
     @property
     def violations(self) -> tuple[str, ...]:
@@ -89,6 +100,13 @@ class DropDevice:
     """A device was lost: let go of everything that is kept in its memory."""
 
     device: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropHost:
+    """A host was lost: let go of all its memory."""
+
+    host: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +162,8 @@ class GiveUp:
 
 # KeepGoal: a new version of the goal. The supervisor stores it before any other effect of it.
 AnyEffect = (
-    Lost | Publish | Show | KeepGoal | Resumed | Tell | DropDevice | Provision | Probe | Kill | Retire | ChangeRole
-    | AllReady | GiveUp | Trust | Answered | AnyEvent
+    Lost | Publish | Show | KeepGoal | Resumed | Tell | DropDevice | DropHost | Provision | Probe | Kill | Retire
+    | ChangeRole | AllReady | GiveUp | Trust | Answered | EvictHost | AdmitHost | AnyEvent
 )  # fmt: skip
 
 

@@ -13,6 +13,8 @@ from everserve.wire.messages import (
     Failed,
     GatewayReport,
     Hello,
+    HostJoined,
+    HostLeft,
     Leaving,
     LoadReported,
     PaceReported,
@@ -93,7 +95,8 @@ class Silent(SeatInput):
     """No pulse for the detection time; the state of the process has been read.
 
     `process_state` is the letter in /proc/PID/stat: R runnable, D in the kernel, S asleep, T or t stopped, Z or X
-    dead; None where it could not be read. `is_hung`: its warden says that the main thread's lease is over.
+    dead; None where it could not be read; H: nothing is heard of its host. `is_hung`: its warden says that the main
+    thread's lease is over.
     """
 
     process_state: str | None
@@ -106,4 +109,5 @@ class Tick:
 
 
 OfWorker = Said | Started | Alive | Exited | Died | ChannelEnded | Silent
-AnyInput = OfWorker | SaidRow | Ask | Diagnosis | StreamsReported | GatewayReport | Shutdown | Tick
+OfHost = HostJoined | HostLeft
+AnyInput = OfWorker | OfHost | SaidRow | Ask | Diagnosis | StreamsReported | GatewayReport | Shutdown | Tick

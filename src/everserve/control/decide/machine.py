@@ -49,6 +49,9 @@ ones are messages of that worker:
                              to do
     GatewayReport            published again if our epoch is not later
     Shutdown                 nothing is started any more
+    HostJoined               its seats are filled, if it was lost (hosts.py)
+    HostLeft                 all its workers are lost, its memory is dropped; seats on
+                             it stay empty                             crash
     Tick                     what is due: starts, last probes, kills; and what follows
                              from all inputs since the last one: routes to what
                              workers hold, and the next slots to fill
@@ -90,7 +93,16 @@ history is kept: neither crash counts nor doubts.
 import math
 from collections.abc import Iterable, Sequence
 
-from everserve.control.decide import health, membership, moving, operations, slow_workers, switching, wrong_rows
+from everserve.control.decide import (
+    health,
+    hosts,
+    membership,
+    moving,
+    operations,
+    slow_workers,
+    switching,
+    wrong_rows,
+)
 from everserve.control.decide.balance import Balancer
 from everserve.control.decide.cluster import ClusterState, Since, Step, provision
 from everserve.control.decide.effects import (
@@ -113,16 +125,33 @@ from everserve.plan.lost_experts import LostExpertPolicy
 from everserve.tables.goal import Capacity, Goal, Wanted
 from everserve.tables.health import Diagnosis
 from everserve.tables.ids import NO_RANK, Epoch, Rank, WorkerId
-from everserve.tables.members import Members, WorkerState
+from everserve.tables.members import Host, Members, WorkerState
 from everserve.tables.routes import Routes
 from everserve.tables.slots import Fill
-from everserve.wire.events import DeviceLost
-from everserve.wire.messages import Ask, GatewayReport, KeepGoal, Shutdown, StopChanges, StreamsReported
+from everserve.wire.events import DeviceLost, HostLost
+from everserve.wire.messages import (
+    Ask,
+    GatewayReport,
+    HostJoined,
+    HostLeft,
+    KeepGoal,
+    Shutdown,
+    StopChanges,
+    StreamsReported,
+)
 from everserve.words import count
 
 __all__ = ["Found", "Machine", "Policy"]
 
-_ORDER = {DeviceLost: -1, KeepGoal: -1, Lost: 0, StopChanges: 0, Publish: 1, Probe: 3}  # all other effects: 2
+_ORDER = {
+    DeviceLost: -1,
+    HostLost: -1,
+    KeepGoal: -1,
+    Lost: 0,
+    StopChanges: 0,
+    Publish: 1,
+    Probe: 3,
+}  # all other effects: 2
 
 
 class Machine:
@@ -136,8 +165,10 @@ class Machine:
         capacity: Capacity | None = None,
         balance: BalancePolicy | None = None,
         lost_policy: LostExpertPolicy | None = None,
+        hosts: Sequence[Host] = (),
     ) -> None:
         self._cluster = ClusterState(goal, policy, capacity, balance, lost_policy)
+        self._cluster.hosts = {host.host: host for host in hosts}
         self._seats = self._cluster.seats
         self._lost_at = -math.inf  # the last loss
         self._owes_routes = False  # workers hold other experts than the published routes say
@@ -297,6 +328,10 @@ class Machine:
             case StreamsReported():
                 self._cluster.loads = given.loads
                 step = Step("the gateway has counted streams")
+            case HostJoined():
+                step = hosts.join(self._cluster, given)
+            case HostLeft():
+                step = hosts.leave(self._cluster, given, now)
             case GatewayReport():
                 step = self._cluster.overtake(given.epoch, "the gateway")
             case Shutdown():

@@ -27,7 +27,7 @@ from everserve.control.decide.processes import Silence
 from everserve.control.decide.seats import Found, Seat
 from everserve.plan.evacuation import why_empty
 from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
-from everserve.tables.members import WorkerState
+from everserve.tables.members import HOST_IS_SILENT, WorkerState
 from everserve.tables.routes import DID_NOT_SERVE
 from everserve.wire.events import WorkerBackedOff, WorkerLeaving
 from everserve.wire.messages import (
@@ -230,9 +230,10 @@ def _silent(cluster: ClusterState, seat: Seat, seen: Silent, now: float) -> Step
             return lose(cluster, seat, "hang", f"its main thread hangs, in a process that runs ({process_state})", now)
     silence = process.silence = process.silence or Silence(since=now, until=now + starved_s)
     is_patient = seat.state is not WorkerState.LEAVING and now < silence.since + cluster.policy.blocked_s
-    if process_state == "D" and is_patient and now >= silence.until:
+    if process_state in ("D", HOST_IS_SILENT) and is_patient and now >= silence.until:
         process.silence = silence._replace(until=now + starved_s)
-        return Step(f"{who(seat)} is silent and in the kernel (D): it may wait for a disk")
+        why = "in the kernel (D): it may wait for a disk" if process_state == "D" else "so is its host"
+        return Step(f"{who(seat)} is silent and {why}")
     if now < silence.until:
         return Step(f"{who(seat)} is silent but not stopped ({process_state}): it may only be starved")
     silent_s = now - silence.since
@@ -318,7 +319,7 @@ def take_over(cluster: ClusterState, seat: Seat, latest: Found | None, now: floa
     """The latest incarnation keeps the seat if it is alive, was not lost and has the role of the seat; an earlier one
     never does."""
     goal, device = cluster.goal, seat.goal.device
-    is_device_gone, is_left = device in goal.gone, device in goal.away
+    is_device_gone, is_left = device in goal.lost_devices, device in goal.away
     has_role = latest is None or latest.roles in ((), seat.goal.roles)
     if latest is not None and latest.pid >= 0 and not latest.was_lost and not is_device_gone and has_role:
         seat.adopt(latest, now, cluster.policy)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import msgspec
 
-from everserve.control.decide import devices, health, moving, switching
+from everserve.control.decide import devices, health, hosts, moving, switching
 from everserve.control.decide.cluster import ClusterState, Step, provision, who
 from everserve.control.decide.effects import AnyEffect, Retire, Tell
 from everserve.control.decide.places import has_other_places
@@ -50,9 +50,14 @@ def _do(cluster: ClusterState, request: AnyRequest, now: float) -> Step:
         case SwitchRequest():
             return switching.switch(cluster, Rank(request.rank), Role(request.role), now)
         case FaultRequest():
+            if request.host is not None:
+                return hosts.take_away(cluster, request.host, request.gone, now)
             assert request.device is not None, "the machine sends no signals"
             return _take_away(cluster, request.device, request.gone, now)
         case ReturnRequest():
+            if request.host is not None:
+                return hosts.give_back(cluster, request.host)
+            assert request.device is not None, "the gateway has checked it"
             return _give_back(cluster, request.device, now)
         case HealthRequest():
             return health.say(cluster, request, now)
@@ -92,7 +97,7 @@ def _awaited(cluster: ClusterState, seat: Seat) -> list[Rank]:
 
 def _take_away(cluster: ClusterState, device: int, is_gone: bool, now: float) -> Step:
     ranks = _ranks_on(cluster, device)
-    if device in cluster.goal.gone:
+    if device in cluster.goal.lost_devices:
         return Step(f"device {device} is gone already")
     if not ranks:
         return Step(f"there is no device {device}")
@@ -127,6 +132,8 @@ def _ranks_on(cluster: ClusterState, device: int) -> tuple[Rank, ...]:
 def _scale(cluster: ClusterState, asked: ScaleRequest, now: float) -> Step:
     if cluster.ending or not cluster.was_all_ready:
         return Step(cluster.ending or "the instance is still starting: try again when it serves")
+    if cluster.hosts:
+        return Step("an instance of several hosts cannot be scaled yet: its size is that of its start")
     empty = [rank for rank in cluster.seats if not cluster.has_process(rank)]
     stayed = {seat.rank for seat in staying(cluster.goal)}
     try:

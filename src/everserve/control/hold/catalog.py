@@ -11,11 +11,11 @@ an earlier orchestrator has started may know of memory that is gone: that is wit
 
 from collections.abc import Callable, Iterable
 
-from everserve.control.hold.anchor_client import AnchorClient
+from everserve.control.hold.hosts import Hosts
 from everserve.control.hold.worker_ends import WorkerEnd
+from everserve.memory.anchor_client import AnchorClient
 from everserve.tables.ids import WorkerId
 from everserve.tables.memory import Kind, MemoryName
-from everserve.wire.channel import Channel
 from everserve.wire.messages import Offer, Release, Withdraw
 
 Reads = Callable[[WorkerEnd, MemoryName], bool]  # whether this worker may need that memory
@@ -24,10 +24,10 @@ Reads = Callable[[WorkerEnd, MemoryName], bool]  # whether this worker may need 
 class Catalog:
     """All memory but lanes and cells."""
 
-    def __init__(self, anchor: AnchorClient, ends: Iterable[WorkerEnd], supervisor: Channel, may_read: Reads) -> None:
+    def __init__(self, anchor: AnchorClient, ends: Iterable[WorkerEnd], hosts: Hosts, may_read: Reads) -> None:
         self._anchor = anchor
         self._ends = ends
-        self._supervisor = supervisor
+        self._hosts = hosts
         self._may_read = may_read
         self._offered: dict[MemoryName, None] = {}  # in the order in which it was
 
@@ -53,6 +53,14 @@ class Catalog:
         """What is held of the memory of a device."""
         return self._anchor.on_device(device)
 
+    def on_host(self, host: int) -> list[MemoryName]:
+        """What is held of the memory of a host."""
+        return self._anchor.on_host(host)
+
+    def forget_requests(self, host: int) -> None:
+        """The host is lost."""
+        self._anchor.forget_requests(host)
+
     # -- its life --------------------------------------------------------------------------------
 
     def offer(self, memory: MemoryName) -> None:
@@ -75,7 +83,7 @@ class Catalog:
     def release(self, memory: MemoryName) -> None:
         """It is not needed any more. A process that still maps it keeps it mapped."""
         self.let_go(memory)
-        self._supervisor.send(Release(memory=memory))
+        self._hosts.send(memory.host, Release(memory=memory))
 
     def let_go(self, memory: MemoryName) -> None:
         """The same, of memory that the supervisor does not have, or not under this name any more."""

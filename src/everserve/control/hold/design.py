@@ -42,6 +42,7 @@ def first_goal(start: StartOrchestrator, model: ModelConfig) -> Goal:
         SeatGoal(
             rank=Rank(rank),
             roles=roles,
+            host=rank % num_devices % cluster.hosts,
             own_experts=own_experts,
             device=rank % num_devices,
             gpu=rank % num_devices % start.num_gpus if start.num_gpus else NO_DEVICE,

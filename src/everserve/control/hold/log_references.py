@@ -87,6 +87,12 @@ class Logs:
             if any(piece.device == device for piece in memory):
                 self._drop(log)
 
+    def lose_host(self, host: int) -> None:
+        """The same, of a host."""
+        for log, memory in list(self._known.items()):
+            if any(piece.host == host for piece in memory):
+                self._drop(log)
+
     def _maybe_drop(self, log: WorkerId) -> None:
         if log in self._lost and self._settled.get(log, set()) >= self._gateways:
             self._drop(log)

@@ -39,7 +39,7 @@ class Needs:
             incarnation=worker.incarnation,
             roles=seat.roles,
             settings=self.settings,
-            num_workers=max(sum(other.wanted is not Wanted.RETIRE for other in goal.seats), 1),
+            num_workers=max(sum(o.wanted is not Wanted.RETIRE and o.host == seat.host for o in goal.seats), 1),
             slots=self._slots(goal, worker.rank),
             detect_ms=self.detect_ms,
             capacity=self.capacity,

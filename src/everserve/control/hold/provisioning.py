@@ -9,11 +9,12 @@ import os
 from collections.abc import Callable
 
 from everserve.control.decide.inputs import AnyInput, Said
-from everserve.control.hold.anchor_client import AnchorClient
 from everserve.control.hold.catalog import Catalog
+from everserve.control.hold.hosts import Hosts
 from everserve.control.hold.log_references import Logs
 from everserve.control.hold.needs import Needs
 from everserve.control.hold.worker_ends import WorkerEnd, WorkerEnds
+from everserve.memory.anchor_client import AnchorClient
 from everserve.memory.liveness import ORCHESTRATOR_WORD, Cell
 from everserve.memory.names import lack
 from everserve.tables.goal import Goal
@@ -35,7 +36,7 @@ class Provisioning:
         catalog: Catalog,
         ends: WorkerEnds,
         logs: Logs,
-        supervisor: Channel,
+        hosts: Hosts,
         tell: Callable[[AnyInput], None],
     ) -> None:
         self._needs = needs
@@ -43,7 +44,7 @@ class Provisioning:
         self._catalog = catalog
         self._ends = ends
         self._logs = logs
-        self._supervisor = supervisor
+        self._hosts = hosts
         self._tell = tell
         self._coming: dict[WorkerId, Goal] = {}  # workers whose memory is being allocated, and their goal
 
@@ -113,7 +114,8 @@ class Provisioning:
         memory = [piece for need in needs if (piece := self._anchor.find(need)) is not None]
         if len(memory) == len(needs):
             fds = [self._anchor.memory.descriptor(piece) for piece in memory]
-            self._supervisor.send(Provision(start=self._needs.start(goal, worker, memory[1:])), fds=fds)
+            start = self._needs.start(goal, worker, memory[1:])
+            self._hosts.send(start.host, Provision(start=start), fds=fds)
             return
         missing = next(need for need in needs if self._anchor.find(need) is None)
         if not self._inherit_log(worker, needs, missing):

@@ -48,3 +48,10 @@ class SeatMemory:
         self.logs.lose_device(device)
         for memory in self.catalog.on_device(device):
             self.catalog.release(memory)
+
+    def drop_host(self, host: int) -> None:
+        """All its memory is lost."""
+        self.catalog.forget_requests(host)
+        self.logs.lose_host(host)
+        for memory in self.catalog.on_host(host):
+            self.catalog.release(memory)

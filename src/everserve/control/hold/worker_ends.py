@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 from everserve.control.decide.effects import Publish
 from everserve.control.decide.inputs import AnyInput, Said
-from everserve.control.hold.anchor_client import AnchorClient
 from everserve.control.hold.needs import Needs
+from everserve.memory.anchor_client import AnchorClient
 from everserve.memory.liveness import Cell
 from everserve.memory.names import lack
 from everserve.tables.goal import Goal

@@ -1,5 +1,6 @@
 """The machine, and what follows from the model and the flags of the start."""
 
+import socket
 from dataclasses import replace
 
 from everserve.control.decide.machine import Machine, Policy
@@ -8,9 +9,19 @@ from everserve.control.hold.design import capacity_of, first_goal, lost_expert_p
 from everserve.control.hold.needs import Needs
 from everserve.model.config import ModelConfig
 from everserve.plan.balance import BalancePolicy
+from everserve.tables.members import Host, HostState
 from everserve.wire.messages import StartOrchestrator
 
 _NO_DETECTION_MS = 1000.0  # with --detect-ms 0 silence is not detected; the machine's other timeouts need a value
+
+
+def _hosts(start: StartOrchestrator) -> list[Host]:
+    """Where there are several. This process is on the first."""
+    num, lost = start.cluster.hosts, start.goal.lost_hosts if start.goal is not None else ()
+    gone = start.goal.gone_hosts if start.goal is not None else ()
+    states = [HostState.GONE if i in gone else HostState.LOST if i in lost else HostState.AWAITED for i in range(num)]
+    first = Host(host=0, state=HostState.SERVING, name=socket.gethostname())
+    return [first, *(Host(host=i, state=states[i]) for i in range(1, num))] if num > 1 else []
 
 
 def make_decider(start: StartOrchestrator) -> tuple[Machine, Needs]:
@@ -25,5 +36,5 @@ def make_decider(start: StartOrchestrator) -> tuple[Machine, Needs]:
         policy = replace(policy, fence_grace_s=0.0)
     balance = BalancePolicy.of(model) if start.cluster.enable_eplb else None
     lost = lost_expert_policy(start.cluster, model)
-    machine = Machine(start.goal or first, policy, capacity, balance, lost)
+    machine = Machine(start.goal or first, policy, capacity, balance, lost, _hosts(start))
     return machine, Needs(model, start.worker, capacity, detect_ms)

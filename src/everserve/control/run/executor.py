@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from everserve.control.decide import effects
 from everserve.control.decide.inputs import AnyInput
 from everserve.control.decide.machine import Machine
+from everserve.control.hold.hosts import Hosts
 from everserve.control.hold.provisioning import Provisioning
 from everserve.control.hold.seat_memory import SeatMemory
 from everserve.control.run.health_watch import HealthWatch
@@ -20,7 +21,7 @@ from everserve.control.tell.to_gateway import GatewayEnds
 from everserve.tables.ids import WorkerId
 from everserve.wire.channel import Channel
 from everserve.wire.events import WorkerProvisioned
-from everserve.wire.messages import Answered, Failed, FillSlots, KeepGoal, Ready, SignalWorker
+from everserve.wire.messages import AdmitHost, Answered, EvictHost, Failed, FillSlots, KeepGoal, Ready, SignalWorker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,7 @@ class Executor:
     machine: Machine
     queue: InputQueue
     supervisor: Channel
+    hosts: Hosts
     gateway: GatewayEnds
     workers: WorkerTraffic
     memory: SeatMemory
@@ -59,13 +61,18 @@ class Executor:
                 self._provision(WorkerId(effect.rank, effect.incarnation))
             case effects.Kill():
                 kill = SignalWorker(rank=effect.rank, incarnation=effect.incarnation, signal=signal.SIGKILL, id=None)
-                self.supervisor.send(kill)
+                end = self.workers.ends.get(WorkerId(effect.rank, effect.incarnation))
+                self.hosts.send(end.host if end is not None else 0, kill)
             case effects.Retire():
                 self.memory.retire(effect.rank)
             case effects.ChangeRole():
                 self.memory.change_role(effect.rank)
             case effects.DropDevice():
                 self.memory.drop_device(effect.device)
+            case effects.DropHost():
+                self.memory.drop_host(effect.host)
+            case EvictHost() | AdmitHost():
+                self.hosts.tell_carrier(effect)
             case effects.Trust():
                 self.health.trust(effect.device)
             case effects.Resumed():

@@ -64,7 +64,7 @@ class FromGateway:
             case Ask() if not self.gateway.answers.is_new(message.id):
                 if (answered := self.gateway.answers.find(message.id)) is not None:
                     self.gateway.send(answered)
-            case Ask(request=FaultRequest(device=None) as fault):
+            case Ask(request=FaultRequest(device=None, host=None) as fault):
                 self.injection.inject(message.id, fault)
             case Ask():
                 self.queue.tell(message)

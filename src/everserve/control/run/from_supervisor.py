@@ -4,16 +4,18 @@ import selectors
 from dataclasses import dataclass
 
 from everserve.control.decide.machine import Machine
-from everserve.control.hold.anchor_client import AnchorClient
 from everserve.control.hold.provisioning import Provisioning
+from everserve.control.run.from_carrier import FromCarrier
 from everserve.control.run.from_gateway import FromGateway
 from everserve.control.run.injection import Injection
 from everserve.control.run.input_queue import InputQueue
 from everserve.control.run.worker_traffic import WorkerTraffic
+from everserve.memory.anchor_client import AnchorClient
 from everserve.tables.ids import WorkerId
 from everserve.wire.channel import Channel, ChannelClosed, Descriptors
 from everserve.wire.messages import (
     AnchorAttached,
+    CarrierAttached,
     GatewayAttached,
     Offer,
     Shutdown,
@@ -63,6 +65,7 @@ class FromSupervisor:
     workers: WorkerTraffic
     injection: Injection
     gateway: FromGateway
+    carrier: FromCarrier
 
     def read(self) -> None:
         for message, fds in self.supervisor.receive_frames():
@@ -70,6 +73,9 @@ class FromSupervisor:
                 case AnchorAttached():
                     (anchor_fd,) = fds.take()
                     self.anchor.attach(anchor_fd)
+                case CarrierAttached():
+                    (carrier_fd,) = fds.take()
+                    self.carrier.attach(carrier_fd)
                 case GatewayAttached():
                     (gateway_fd,) = fds.take()
                     self.gateway.attach(message.gateway, gateway_fd)

@@ -5,11 +5,11 @@ import signal
 
 import msgspec
 
+from everserve.control.hold.hosts import Hosts
 from everserve.control.hold.worker_ends import WorkerEnd, WorkerEnds
 from everserve.control.tell.records import Records
 from everserve.control.tell.to_gateway import GatewayEnds
 from everserve.tables.ids import Rank, Role
-from everserve.wire.channel import Channel
 from everserve.wire.events import FaultInjected
 from everserve.wire.messages import Answered, Flip, Hang, Signalled, SignalWorker
 from everserve.wire.operators import FaultRequest, FaultView
@@ -20,9 +20,9 @@ _MESSAGES = {"HANG": Hang(), "FLIP": Flip()}
 class Injection:
     """Answered when the supervisor says which process got the signal."""
 
-    def __init__(self, ends: WorkerEnds, supervisor: Channel, gateway: GatewayEnds, records: Records) -> None:
+    def __init__(self, ends: WorkerEnds, hosts: Hosts, gateway: GatewayEnds, records: Records) -> None:
         self._ends = ends
-        self._supervisor = supervisor
+        self._hosts = hosts
         self._gateway = gateway
         self._records = records
         self._views: dict[str, FaultView] = {}  # of requests that are not confirmed yet
@@ -44,7 +44,8 @@ class Injection:
         else:
             self._views[id] = view
             number = signal.Signals[f"SIG{fault.signal}"]
-            self._supervisor.send(SignalWorker(rank=end.rank, incarnation=end.incarnation, signal=number, id=id))
+            order = SignalWorker(rank=end.rank, incarnation=end.incarnation, signal=number, id=id)
+            self._hosts.send(end.host, order)
         self._records.append(
             FaultInjected(rank=end.rank, incarnation=end.incarnation, victim_pid=end.pid, signal=fault.signal)
         )

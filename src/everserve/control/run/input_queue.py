@@ -25,6 +25,7 @@ class InputQueue:
 
     def __init__(self, machine: Machine, recovery: Recovery | None, was_serving: bool) -> None:
         self.carry_out: CarryOut = lambda decision, given: None
+        self.on_resumed: Callable[[], None] = lambda: None  # a recovery is over
         self.is_over = False  # the instance stops, or is given up
         self._machine = machine
         self._recovery = recovery
@@ -81,6 +82,7 @@ class InputQueue:
         elif recovery.is_over(now):
             self._recovery = None
             self.decide(lambda now: self._machine.resume(now, recovery.found(), recovery.epoch, self._was_serving))
+            self.on_resumed()
 
     def next_deadline(self) -> float | None:
         return self._recovery.deadline if self._recovery is not None else self._machine.next_deadline()

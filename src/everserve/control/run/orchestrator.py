@@ -14,8 +14,8 @@ existing worker, the workers report their state, and only then does the machine 
 import selectors
 import time
 
-from everserve.control.hold.anchor_client import AnchorClient
 from everserve.control.hold.catalog import Catalog
+from everserve.control.hold.hosts import Hosts
 from everserve.control.hold.kv_groups import KvGroups
 from everserve.control.hold.log_references import Logs
 from everserve.control.hold.provisioning import Provisioning
@@ -24,6 +24,7 @@ from everserve.control.hold.seat_memory import SeatMemory
 from everserve.control.hold.worker_ends import WorkerEnds
 from everserve.control.run.decider import make_decider
 from everserve.control.run.executor import Executor
+from everserve.control.run.from_carrier import FromCarrier
 from everserve.control.run.from_gateway import FromGateway
 from everserve.control.run.from_supervisor import FromAnchor, FromSupervisor
 from everserve.control.run.health_watch import HealthWatch
@@ -36,6 +37,7 @@ from everserve.control.tell.records import Records
 from everserve.control.tell.survivals_view import SurvivalsView
 from everserve.control.tell.to_gateway import GatewayEnds
 from everserve.control.watch.detector import Detector
+from everserve.memory.anchor_client import AnchorClient
 from everserve.tables.goal import Goal
 from everserve.wire.channel import RETRY_S, Channel
 from everserve.wire.event_log import EventLog
@@ -52,7 +54,10 @@ class Orchestrator:
         self._gateway = GatewayEnds(gateway)  # those with other numbers are attached later
         self._selector = selectors.DefaultSelector()
         self._machine, self._needs = make_decider(start)
-        recovery = Recovery(start.found, self._began_s, start.num_gateways) if start.found is not None else None
+        recovery = None
+        if start.found is not None:
+            others = self._machine.goal.hosts - {0, *self._machine.goal.lost_hosts}
+            recovery = Recovery(start.found, self._began_s, start.num_gateways, others)
         self._queue = InputQueue(self._machine, recovery, start.is_serving)
         self._hold()
         self._tell()
@@ -64,13 +69,14 @@ class Orchestrator:
 
     def _hold(self) -> None:
         """What workers are made of and keep."""
-        needs, supervisor, tell = self._needs, self._supervisor, self._queue.tell
+        needs, tell = self._needs, self._queue.tell
+        self._hosts = hosts = Hosts(self._supervisor)
         self._anchor = anchor = AnchorClient()
         self._ends = ends = WorkerEnds(anchor, needs, self._goal, tell)
-        self._catalog = catalog = Catalog(anchor, ends, supervisor, Readers(needs, self._goal))
+        self._catalog = catalog = Catalog(anchor, ends, hosts, Readers(needs, self._goal))
         self._logs = logs = Logs(catalog, self._start.num_gateways)
         self.memory = SeatMemory(catalog=catalog, needs=needs, logs=logs, goal=self._goal)
-        self._provisioning = Provisioning(needs, anchor, catalog, ends, logs, supervisor, tell)
+        self._provisioning = Provisioning(needs, anchor, catalog, ends, logs, hosts, tell)
 
     def _tell(self) -> None:
         """Where it is told what is decided."""
@@ -95,7 +101,7 @@ class Orchestrator:
             detector=self._detector,
             gateway=gateway,
         )
-        injection = Injection(self._ends, supervisor, gateway, self._records)
+        injection = Injection(self._ends, self._hosts, gateway, self._records)
         self._from_gateway = FromGateway(
             queue=queue,
             selector=self._selector,
@@ -103,6 +109,17 @@ class Orchestrator:
             workers=workers,
             logs=self._logs,
             injection=injection,
+        )
+        from_carrier = FromCarrier(
+            queue=queue,
+            selector=self._selector,
+            hosts=self._hosts,
+            anchor=self._anchor,
+            provisioning=self._provisioning,
+            workers=workers,
+            injection=injection,
+            machine=machine,
+            num_awaited=0 if queue.is_recovering else self._start.cluster.hosts - 1,
         )
         self._from_supervisor = FromSupervisor(
             machine=machine,
@@ -113,11 +130,14 @@ class Orchestrator:
             workers=workers,
             injection=injection,
             gateway=self._from_gateway,
+            carrier=from_carrier,
         )
+        self._from_carrier = from_carrier
         executor = Executor(
             machine=machine,
             queue=queue,
             supervisor=supervisor,
+            hosts=self._hosts,
             gateway=gateway,
             workers=workers,
             memory=self.memory,
@@ -126,6 +146,7 @@ class Orchestrator:
             records=self._records,
         )
         queue.carry_out = executor.carry_out
+        queue.on_resumed = from_carrier.say_missing
 
     def _make_kv_groups(self) -> KvGroups | None:
         """Where heads' KV has a parity."""
@@ -156,7 +177,7 @@ class Orchestrator:
         selector.register(self._detector, selectors.EVENT_READ, self._workers.read_detector)
         selector.register(self._health.inbox, selectors.EVENT_READ, self._health.read)
         if not self._queue.is_recovering:
-            self._queue.decide(self._machine.start)
+            self._from_carrier.begin()
         self._from_supervisor.read()  # messages that came together with the first one
 
     def turn(self, timeout_s: float) -> None:
@@ -184,7 +205,8 @@ class Orchestrator:
             end.flush()
 
     def _helpers(self) -> list[Channel]:
-        return [channel for channel in (self._supervisor, self._anchor.channel) if channel is not None]
+        channels = (self._supervisor, self._anchor.channel, self._hosts.carrier)
+        return [channel for channel in channels if channel is not None]
 
     def _channels(self) -> list[Channel]:
         return self._helpers() + [end.control for end in self._ends if end.control is not None]

@@ -4,13 +4,22 @@ Nothing is published until all existing workers have reported or the deadline ha
 continues with the tables of the previous orchestrator, which is better than tables without workers that are only slow.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from everserve.control.decide.inputs import AnyInput, Exited, FromWorker, Said
 from everserve.control.decide.seats import Found
-from everserve.tables.ids import Epoch, WorkerId
+from everserve.tables.ids import Epoch, Role, WorkerId
 from everserve.tables.slots import HeldSlots
-from everserve.wire.messages import FoundProcess, GatewayReport, Hello, Ready, Report, SlotsReported
+from everserve.wire.messages import (
+    FoundProcess,
+    GatewayReport,
+    Hello,
+    HostJoined,
+    HostLeft,
+    Ready,
+    Report,
+    SlotsReported,
+)
 
 REPORT_S = 1.0  # a worker in its loop reports within milliseconds; one that loads, after loading
 
@@ -18,12 +27,16 @@ REPORT_S = 1.0  # a worker in its loop reports within milliseconds; one that loa
 class Recovery:
     """The processes found at the start, and the inputs since. Times are the computer's monotonic clock."""
 
-    def __init__(self, found: Sequence[FoundProcess], now: float, num_gateways: int = 1) -> None:
+    def __init__(
+        self, found: Sequence[FoundProcess], now: float, num_gateways: int = 1, hosts: Collection[int] = ()
+    ) -> None:
         self.deadline = now + REPORT_S
         self.epoch = Epoch(0)  # the highest epoch that any process knows
-        self._found = {WorkerId(process.rank, process.incarnation): process.pid for process in found}
-        self._roles = {WorkerId(process.rank, process.incarnation): process.roles for process in found}
-        self._awaited = {worker for worker, pid in self._found.items() if pid > 0}
+        self._found: dict[WorkerId, int] = {}
+        self._roles: dict[WorkerId, tuple[Role, ...]] = {}
+        self._awaited: set[WorkerId] = set()
+        self._awaited_hosts = set(hosts)
+        self._add(found)
         self._num_silent_gateways = num_gateways
         self._spoke: set[WorkerId] = set()
         self._ready: set[WorkerId] = set()
@@ -32,9 +45,21 @@ class Recovery:
         self._lost: set[WorkerId] = set()  # declared lost to the gateway
         self._slots: dict[WorkerId, HeldSlots] = {}
 
+    def _add(self, found: Sequence[FoundProcess]) -> None:
+        for one in found:
+            worker = WorkerId(one.rank, one.incarnation)
+            self._found[worker], self._roles[worker] = one.pid, one.roles
+            if one.pid > 0:
+                self._awaited.add(worker)
+
     def note(self, given: AnyInput) -> None:
         """The machine will handle the same inputs afterwards."""
         match given:
+            case HostJoined():
+                self._awaited_hosts.discard(given.host)
+                self._add(given.found)
+            case HostLeft():
+                self._awaited_hosts.discard(given.host)
             case GatewayReport():
                 self._num_silent_gateways -= 1
                 self._lost.update(given.lost)
@@ -64,7 +89,8 @@ class Recovery:
                 self._ready.add(worker)
 
     def is_over(self, now: float) -> bool:
-        return now >= self.deadline or (not self._awaited and self._num_silent_gateways <= 0)
+        is_silent = self._awaited or self._awaited_hosts or self._num_silent_gateways > 0
+        return now >= self.deadline or not is_silent
 
     def found(self) -> list[Found]:
         """Every incarnation, and what it has reported. Also those that were lost before the supervisor had heard of

@@ -66,6 +66,7 @@ class GatewayEnds:
                 num_stale=self._num_stale,
                 num_survivable_deaths=tables.routes.num_survivable if tables.routes is not None else None,
                 gone=tables.gone,
+                hosts=tables.hosts,
                 health=tables.health,
                 num_health_troubles=self._num_health_troubles,
                 moves=moves,

@@ -66,6 +66,12 @@ class Detector:
         if state is PeerState.DIED:
             return inputs.Died
         if state is PeerState.SILENT:
-            letter, is_hung = process.state_of(end.pid), end.cell.lease_is_over
+            letter, is_hung = _letter_of(end), end.cell.lease_is_over
             return lambda rank, incarnation: inputs.Silent(rank, incarnation, letter, is_hung)
         return inputs.Alive
+
+
+def _letter_of(end: WorkerEnd) -> str | None:
+    """The state of its process; where that is on another host, as its carrier has said it. What was not said yet is no
+    sign of a stop."""
+    return process.state_of(end.pid) if end.host == 0 else end.cell.letter or "S"

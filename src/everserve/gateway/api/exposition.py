@@ -214,12 +214,16 @@ class Metrics(Collector):
         yield from self._places()
 
     def _places(self) -> Iterator[Metric]:
-        """Devices, and experts that move."""
+        """Devices, hosts, and experts that move."""
         cluster = self._gateway.cluster
         devices = GaugeMetricFamily("everserve_devices", "Devices, as failure domains.", labels=["state"])
         for state, count in ({"serving": 0, "down": 0, "gone": 0} | cluster.count_devices()).items():
             devices.add_metric([state], count)
         yield devices
+        hosts = GaugeMetricFamily("everserve_hosts", "Machines of the instance.", labels=["state"])
+        for state, count in cluster.count_hosts().items():
+            hosts.add_metric([state], count)
+        yield hosts
         levels = GaugeMetricFamily(
             "everserve_device_health_level", "Health of a device, from 0 (healthy) to 6 (isolated).", labels=["device"]
         )

@@ -90,9 +90,12 @@ async def say_health(http_request: Request) -> Response:
 
 @router.post("/cluster/return", openapi_extra=describe(DeviceChangeView, request=ReturnRequest, errors=(409, 503)))
 async def return_device(http_request: Request) -> Response:
-    """A device is there again. Answers when workers are about to start on it."""
+    """A device is there again: answers when workers are about to start on it. Or a host, which may join again."""
     gateway, asked = gateway_of(http_request), await read_json(http_request, _return)
-    return _answer(await gateway.orchestrator.ask(asked, question_id(http_request)), "Nothing was done", "device")
+    if (asked.device is None) == (asked.host is None):
+        raise RequestError("Give a 'device' or a 'host'.", "device")
+    param = "device" if asked.device is not None else "host"
+    return _answer(await gateway.orchestrator.ask(asked, question_id(http_request)), "Nothing was done", param)
 
 
 @router.post("/cluster/upgrade", openapi_extra=describe(UpgradeView, request=UpgradeRequest, errors=(403, 409, 503)))
@@ -107,15 +110,16 @@ async def upgrade(http_request: Request) -> Response:
 
 @router.post("/cluster/fault", openapi_extra=describe(FaultView, request=FaultRequest, errors=(403, 409, 503)))
 async def inject_fault(http_request: Request) -> Response:
-    """An operator's signal to a process, or the loss of a device, to see that clients do not notice. Answers when the
-    signal has been sent, or the device is lost."""
+    """An operator's signal to a process, or the loss of a device or a host, to see that clients do not notice. Answers
+    when the signal has been sent, or the device or host is lost."""
     gateway = gateway_of(http_request)
     if not gateway.config.enable_chaos:
         raise HttpError(403, "Fault injection is off: start the server with --enable-chaos to allow it.")
     fault = await read_json(http_request, _fault)
     _check(fault, gateway.config.gateways)
-    if fault.device is not None:
-        return _answer(await gateway.orchestrator.ask(fault, question_id(http_request)), "Nothing was done", "device")
+    if fault.device is not None or fault.host is not None:
+        param = "device" if fault.device is not None else "host"
+        return _answer(await gateway.orchestrator.ask(fault, question_id(http_request)), "Nothing was done", param)
     if fault.rank is not None:
         gateway.check_rank(Rank(fault.rank))
         return _answer(
@@ -128,11 +132,12 @@ async def inject_fault(http_request: Request) -> Response:
 
 def _check(fault: FaultRequest, num_gateways: int) -> None:
     """Raise unless it says one thing."""
-    if [fault.rank, fault.process, fault.device].count(None) != 2:
-        message = "Give one of 'rank' (a worker), 'process' (any other process) and 'device' (with all its workers)."
+    if [fault.rank, fault.process, fault.device, fault.host].count(None) != 3:
+        message = "Give one of 'rank' (a worker), 'process' (any other), 'device' and 'host' (with all their workers)."
         raise RequestError(message, "rank")
-    if (fault.signal is None) == (fault.device is None) or (fault.gone and fault.device is None):
-        raise RequestError("A process gets a 'signal'; a 'device' has none, and may be 'gone'.", "signal")
+    is_place = fault.device is not None or fault.host is not None
+    if (fault.signal is not None) == is_place or (fault.gone and not is_place):
+        raise RequestError("A process gets a 'signal'; a 'device' or 'host' has none, and may be 'gone'.", "signal")
     if fault.process is not None and fault.signal in ("HANG", "FLIP"):
         raise RequestError("Only a worker can be told to hang, or to compute wrong.", "signal")
     processes = processes_of(num_gateways)

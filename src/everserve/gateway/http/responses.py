@@ -256,6 +256,7 @@ class WorkerView(msgspec.Struct, kw_only=True):
     running: int
     waiting: int
     kv_cache_usage: float
+    host: int  # that it is on
     device: int  # workers on one device are lost together
     slots: int  # places for experts, per layer, shadows included
     shadow_slots: int
@@ -267,6 +268,7 @@ class WorkerView(msgspec.Struct, kw_only=True):
 class ProcessView(msgspec.Struct, kw_only=True):
     name: str
     pid: int
+    host: int = 0
 
 
 class SparesView(msgspec.Struct, kw_only=True):
@@ -288,10 +290,22 @@ class DeviceView(msgspec.Struct, kw_only=True):
     """A failure domain: `gone` until an operator returns it, else `serving` or, without a ready worker, `down`."""
 
     device: int
+    host: int
     state: str
     level: int  # of health: 0 is fine, 6 the worst (docs/operations.md)
     reason: str  # for the level
     note: str  # why what the level asks for is not done yet
+    workers: list[int]  # ranks
+
+
+class HostView(msgspec.Struct, kw_only=True):
+    """A machine: `awaited` until it has joined, `serving`, `lost` until it joins again, `gone` until it is returned."""
+
+    host: int
+    name: str
+    address: str  # that it has joined from; empty: the first host
+    state: str
+    devices: list[int]
     workers: list[int]  # ranks
 
 
@@ -334,6 +348,7 @@ class ClusterView(msgspec.Struct, kw_only=True):
     spares: SparesView
     workers: list[WorkerView]
     devices: list[DeviceView]
+    hosts: list[HostView]
     moves: list[MoveView]  # in progress
     survives: list[SurvivalView]
     balance: BalanceView

@@ -1,5 +1,6 @@
 """The cluster now: the latest tables, as the orchestrator and the supervisor sent them."""
 
+import socket
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
@@ -7,6 +8,7 @@ from everserve.gateway.http.responses import (
     ClusterView,
     ConditionsView,
     DeviceView,
+    HostView,
     MoveView,
     ProcessView,
     SparesView,
@@ -21,7 +23,7 @@ from everserve.gateway.streams.fleet import Fleet
 from everserve.gateway.streams.metrics import RestartingCounter
 from everserve.tables.health import DeviceHealth, Level
 from everserve.tables.ids import NO_DEVICE, Rank, Role
-from everserve.tables.members import Members, Process, Worker, WorkerState
+from everserve.tables.members import Host, HostState, Members, Process, Worker, WorkerState
 from everserve.tables.slots import Fill, Source
 from everserve.tables.survival import Survival
 from everserve.tables.validity import Conditions
@@ -44,6 +46,7 @@ class Cluster:
         self._conditions = Conditions()
         self._degraded: tuple[str, ...] = ()
         self._gone: tuple[int, ...] = ()  # devices
+        self._hosts: tuple[Host, ...] = ()  # empty: there is only one
         self._health: dict[int, DeviceHealth] = {}  # of devices that are not healthy
         self._health_troubles = RestartingCounter()
         self.moves: dict[Rank, tuple[Fill, ...]] = {}
@@ -101,7 +104,7 @@ class Cluster:
         self.num_experts_without_place = change.num_experts_without_place
         self.num_masked_experts = change.num_masked_experts
         self.num_survivable_deaths = change.num_survivable_deaths
-        self._gone = change.gone
+        self._gone, self._hosts = change.gone, change.hosts
         self._health = {one.device: one for one in change.health}
         self._health_troubles.update(change.num_health_troubles)
         self.moves, self._mapping = change.moves, change.mapping
@@ -165,10 +168,13 @@ class Cluster:
                 epochs=list(self._conditions.epochs),
             ),
             experts_without_place=self.num_experts_without_place,
-            processes=[ProcessView(name=process.name, pid=process.pid) for process in self.processes],
+            processes=[
+                ProcessView(name=process.name, pid=process.pid, host=process.host) for process in self.processes
+            ],
             spares=SparesView(ready=self.num_spares, wanted=self._num_spares_wanted),
             workers=[self._view_worker(worker) for worker in workers],
             devices=self.view_devices(),
+            hosts=self.view_hosts(),
             moves=moves,
             survives=[SurvivalView(failure=one.failure, weights=one.weights, kv=one.kv) for one in self._survivals],
             balance=self.experts.view_balance(),
@@ -210,6 +216,7 @@ class Cluster:
             views.append(
                 DeviceView(
                     device=device,
+                    host=there[0].host,
                     state=state,
                     level=health.level,
                     reason=health.reason,
@@ -218,6 +225,27 @@ class Cluster:
                 )
             )
         return views
+
+    def count_hosts(self) -> dict[str, int]:
+        """How many there are, by state."""
+        found = Counter(host.state for host in self.view_hosts())
+        return {state.value: found[state.value] for state in HostState}
+
+    def view_hosts(self) -> list[HostView]:
+        """All, also where there is only one."""
+        workers = self.members.workers if self.members is not None else ()
+        only = (Host(host=0, state=HostState.SERVING, name=socket.gethostname()),)
+        return [
+            HostView(
+                host=host.host,
+                name=host.name,
+                address=host.address,
+                state=host.state.value,
+                devices=sorted({one.device for one in workers if one.host == host.host} - {NO_DEVICE}),
+                workers=[one.rank for one in workers if one.host == host.host],
+            )
+            for host in self._hosts or only
+        ]
 
     def _view_worker(self, worker: Worker) -> WorkerView:
         link = self._fleet.link(worker.rank)
@@ -234,6 +262,7 @@ class Cluster:
             running=stats.num_running if stats else 0,
             waiting=stats.num_waiting if stats else 0,
             kv_cache_usage=stats.kv_usage if stats else 0.0,
+            host=worker.host,
             device=worker.device,
             slots=worker.slots,
             shadow_slots=worker.shadow_slots,

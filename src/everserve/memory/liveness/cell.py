@@ -34,7 +34,7 @@ _OWNER_DIED = 1 << 30  # FUTEX_OWNER_DIED in linux/futex.h
 _c = source("liveness", "cell.h")
 _POSITION, _PROGRESS, _IDLE = (_c.offset("cell", name) // 4 for name in ("position", "progress", "idle"))
 _PULSE = _c.offset("cell", "pulse") // 8
-_LEASE_OVER, _OWNER_PID = (_c.offset("cell", name) // 4 for name in ("lease_over", "owner_pid"))
+_LEASE_OVER, _OWNER_PID, _LETTER = (_c.offset("cell", name) // 4 for name in ("lease_over", "owner_pid", "letter"))
 _FIRST_LIFE_WORD = (_c.offset("cell", "life") + _c.offset("life", "word")) // 4
 _LIFE_WORD_STRIDE = _c.struct("life").size // 4
 
@@ -65,6 +65,7 @@ class Library:
             (self.brief.es_cell_control, pointer, uint32),
             (self.brief.es_cell_ring, pointer, None),
             (self.brief.es_cell_ring_control, pointer, None),
+            (self.brief.es_cell_mark_dead, pointer, None),
             (self.blocking.es_cell_wait, packed, uint32),
             (self.brief.es_warden_new, packed, pointer),
             (self.brief.es_warden_alarm, pointer, pointer),
@@ -157,10 +158,30 @@ class Cell:
         pid = self._uint32[_OWNER_PID]
         return pid != 0 and process.state_of(pid) == "R"
 
+    @property
+    def letter(self) -> str | None:
+        """The state of a process on another host, as ps shows it there; None if that was not said."""
+        return chr(self._uint32[_LETTER]) if self._uint32[_LETTER] else None
+
     def is_dead(self, word: int) -> bool:
         """Whether the kernel has marked the owner as dead in that life word."""
         assert 0 <= word < NUM_LIFE_WORDS
         return bool(self._uint32[_FIRST_LIFE_WORD + _LIFE_WORD_STRIDE * word] & _OWNER_DIED)
+
+    # The carrier, in place of an owner on another host
+
+    def copy_pulse(self, pulse: int, lease_is_over: bool, letter: str | None) -> None:
+        """The owner's cell says so."""
+        self._uint32[_LEASE_OVER] = lease_is_over
+        self.say_letter(letter)
+        self._uint64[_PULSE] = pulse
+
+    def say_letter(self, letter: str | None) -> None:
+        self._uint32[_LETTER] = ord(letter) if letter is not None else 0
+
+    def mark_dead(self) -> None:
+        """The owner's kernel has marked its life words: mark ours, and wake who watches them."""
+        load().brief.es_cell_mark_dead(self._pointer)
 
     # The owner
 

@@ -48,6 +48,7 @@ struct cell {
     _Alignas(CELL_LINE) _Atomic uint64_t pulse;   /* one more every period */
     _Atomic uint32_t lease_over;                  /* 1 while there is no pulse because the main thread is away */
     _Atomic uint32_t owner_pid, owner_tid;        /* whose pulse it is, for watchers on this host; 0: cannot be asked */
+    _Atomic uint32_t letter;                      /* of a worker on another host: the state of its process; 0: not said */
     _Alignas(CELL_LINE) struct life life[NUM_LIFE_WORDS];
 };
 

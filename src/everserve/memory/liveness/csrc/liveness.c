@@ -34,6 +34,14 @@ EXPORT void es_cell_ring_control(struct cell *cell) {
     cell_ring(cell);
 }
 
+/* In the cell of a worker on another host, whose kernel has said that it is dead: what ours would do. */
+EXPORT void es_cell_mark_dead(struct cell *cell) {
+    for (size_t i = 0; i < NUM_LIFE_WORDS; i++) {
+        atomic_fetch_or(&cell->life[i].word, FUTEX_OWNER_DIED);
+        syscall(SYS_futex, &cell->life[i].word, FUTEX_WAKE, 1, NULL, NULL, 0);
+    }
+}
+
 struct wait_args {
     struct cell *cell;
     int64_t seen;

@@ -2,6 +2,9 @@
 pending requests again.
 
 Memory that must outlive the anchor (cells, logs, weights) is *held* here too. Lanes are not: both workers map them.
+
+What is on another host is asked of the carrier. What is held of it are notes (carrier/notes.py): the far end of the
+link holds the memory itself.
 """
 
 import os
@@ -10,8 +13,8 @@ from collections.abc import Callable
 from everserve.memory.local import LocalMemory
 from everserve.tables.ids import WorkerId
 from everserve.tables.memory import MemoryName
-from everserve.wire.channel import Channel
-from everserve.wire.messages import Allocate, Offer, Release, Withdraw
+from everserve.wire.channel import Channel, Descriptors
+from everserve.wire.messages import Allocate, AnyMessage, Offer, Release, Withdraw
 
 Then = Callable[[int], None]  # gets the descriptor, which is closed afterwards
 Otherwise = Callable[[str], None]  # gets the reason why the allocation failed
@@ -20,8 +23,10 @@ Otherwise = Callable[[str], None]  # gets the reason why the allocation failed
 class AnchorClient:
     """The pending allocations and the memory that is held."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: int = 0) -> None:
+        self.host = host  # whose anchor it is
         self.channel: Channel | None = None
+        self.carrier: Channel | None = None
         self._waiting: dict[MemoryName, list[tuple[Then, Otherwise]]] = {}
         self.memory = LocalMemory()  # that is held
 
@@ -29,9 +34,11 @@ class AnchorClient:
         """A (new) anchor: send it the memory that exists, and repeat the pending requests."""
         self.channel = anchor
         for memory in self.memory:
-            anchor.send(Offer(memory=memory), fds=[self.memory.descriptor(memory)])
+            if memory.host == self.host:
+                anchor.send(Offer(memory=memory), fds=[self.memory.descriptor(memory)])
         for memory in self._waiting:
-            anchor.send(Allocate(memory=memory))
+            if memory.host == self.host:
+                anchor.send(Allocate(memory=memory))
 
     def detach(self) -> None:
         """The anchor has died; the supervisor starts a new one."""
@@ -46,8 +53,8 @@ class AnchorClient:
             self._waiting[memory].append((then, otherwise))
             return
         self._waiting[memory] = [(then, otherwise)]
-        if self.channel is not None:
-            self.channel.send(Allocate(memory=memory))
+        if (channel := self._channel_to(memory)) is not None:
+            channel.send(Allocate(memory=memory))
 
     def hold(self, memory: MemoryName, fd: int) -> int:
         """Hold existing memory until it is released. Takes ownership of the descriptor; returns the one that is held,
@@ -56,8 +63,8 @@ class AnchorClient:
             os.close(fd)
             return self.memory.descriptor(memory)
         self.memory.put(memory, fd)
-        if self.channel is not None:
-            self.channel.send(Offer(memory=memory), fds=[fd])
+        if (channel := self._channel_to(memory)) is not None:
+            channel.send(Offer(memory=memory), fds=[fd])
         return fd
 
     def find(self, need: MemoryName) -> MemoryName | None:
@@ -79,24 +86,44 @@ class AnchorClient:
     def release(self, memory: MemoryName) -> None:
         self._waiting.pop(memory, None)
         self.memory.drop(memory)
-        if self.channel is not None:
-            self.channel.send(Release(memory=memory))
+        if (channel := self._channel_to(memory)) is not None:
+            channel.send(Release(memory=memory))
 
     def on_device(self, device: int) -> list[MemoryName]:
         """What is held of the memory of a device."""
         return [memory for memory in self.memory if memory.device == device]
 
+    def on_host(self, host: int) -> list[MemoryName]:
+        """What is held of the memory of a host."""
+        return [memory for memory in self.memory if memory.host == host]
+
+    def forget_requests(self, host: int) -> None:
+        """The host is lost: nothing answers them."""
+        for memory in [memory for memory in self._waiting if memory.host == host]:
+            del self._waiting[memory]
+
     def read(self) -> None:
         """Handle the messages of the anchor; ChannelClosed if it has died."""
         assert self.channel is not None
         for message, fds in self.channel.receive_frames():
-            if isinstance(message, Offer):
-                (fd,) = fds.take()
-                for then, _ in self._waiting.pop(message.memory, ()):  # none if it was released meanwhile
-                    then(fd)
-                os.close(fd)
-            elif isinstance(message, Withdraw):
-                for _, otherwise in self._waiting.pop(message.memory, ()):
-                    otherwise(message.reason)
-            else:
-                raise AssertionError(f"the anchor does not send {type(message).__name__}")
+            self.handle(message, fds)
+
+    def handle(self, message: AnyMessage, fds: Descriptors) -> None:
+        """What was asked for is there, or cannot be had."""
+        if isinstance(message, Offer):
+            (fd,) = fds.take()
+            for then, _ in self._waiting.pop(message.memory, ()):  # none if it was released meanwhile
+                then(fd)
+            os.close(fd)
+        elif isinstance(message, Withdraw):
+            for _, otherwise in self._waiting.pop(message.memory, ()):
+                otherwise(message.reason)
+        else:
+            raise AssertionError(f"the anchor does not send {type(message).__name__}")
+
+    def flush(self) -> None:
+        if self.channel is not None:
+            self.channel.flush()
+
+    def _channel_to(self, memory: MemoryName) -> Channel | None:
+        return self.channel if memory.host == self.host else self.carrier
