@@ -21,8 +21,9 @@ def why_not() -> str:
     """Why there can be no such hosts here; empty if there can."""
     if os.geteuid():
         return "hosts are namespaces, which only root can make"
-    if shutil.which("ip") is None or shutil.which("unshare") is None or shutil.which("nsenter") is None:
-        return "hosts are made with ip, unshare and nsenter"
+    missing = [name for name in ("ip", "unshare", "nsenter", "openssl") if shutil.which(name) is None]
+    if missing:
+        return f"hosts are made with {' and '.join(missing)}"
     made = _ip("netns", "add", _TRIAL)
     _ip("netns", "del", _TRIAL)
     return "" if made.returncode == 0 else f"this system makes no namespaces: {made.stderr.decode().strip()}"
