@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(STAMP)-run
 	$(BIN)/everserve demo
 
-# Four files at once on two cores, for tests also wait; those with servers first, so that small ones fill up the end.
+# Three files at once on two cores, for tests also wait; those with servers first, so that small ones fill up the end.
 # On a GPU one test after the other: they fill its memory. The last line counts the tests of both runs.
 test: $(STAMP)-dev
 ifdef ARGS
@@ -28,7 +28,7 @@ test-long: $(STAMP)-dev
 	$(BIN)/python -m pytest -m long $(AT_ONCE) $(TESTS)
 	EVERSERVE_TEST_LONG=1 $(BIN)/python -m pytest --timeout 3600 $(AT_ONCE) tests/property
 AT_ONCE = --durations=40 -n $(NUM_AT_ONCE) --dist loadfile --no-loadscope-reorder
-NUM_AT_ONCE ?= $(shell echo $$(( $$(nproc) * 2 )))
+NUM_AT_ONCE ?= $(shell echo $$(( $$(nproc) * 3 / 2 )))
 TESTS := $(addprefix tests/,wheel process clients chaos serving browser kernels property bench unit)
 
 check: $(STAMP)-check

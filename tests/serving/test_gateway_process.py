@@ -284,7 +284,7 @@ def lose_the_orchestrator_and_the_second(gateway: GatewayUnderTest, second: Chan
     thin, orchestrator = gone.json()["degraded"]
     assert gone.json()["violations"] == [] and thin == "thin" and "the orchestrator is gone" in orchestrator
     assert gateway.get("/health").status_code == 200, "requests are served, so no load balancer takes it out"
-    assert gone.json()["processes"] == [{"name": "gateway", "pid": gateway.pid}]
+    assert gone.json()["processes"] == [{"name": "gateway", "pid": gateway.pid, "host": 0}]
     send_tokens(second, id, {2: 12})
     second.close()
     gateway.until("/metrics", lambda answer: metric(answer, "everserve_failovers_total") == 2)

@@ -22,7 +22,7 @@ from everserve.ledger.connections import Commit, Connection
 from everserve.ledger.layout import CONNECTION_BYTES
 from everserve.ledger.ledger import Ledger
 from everserve.procs.local_server import LocalServer
-from tests.support.cluster import wait_until
+from tests.support.cluster import is_alive, wait_until
 from tests.support.deaths import CHAT, PROMPTS, Deaths
 from tests.support.raw_client import RawClient, post
 from tests.support.stepping import CannotTrace, Stepped, Stop
@@ -34,6 +34,7 @@ ASKED = (
     post("/v1/completions", {**OPTIONS, "prompt": PROMPTS[1], "max_tokens": 4, "seed": 2}, chunked=True),
     post("/v1/chat/completions", {**OPTIONS, "messages": CHAT, "max_tokens": 16, "seed": 3, "stream": True}),
 )
+_MOST_TRIES = 5
 PATH = (("accept", "listen"), ("recvfrom", "client"), ("sendto", "client"))
 
 Site = tuple[str, str, bool]  # a call, of which descriptor, before or after it
@@ -82,8 +83,7 @@ class Walk:
         """All calls, or those up to the one at which the gateway is killed. The answers are compared."""
         wait_until(lambda: self.deaths.gateway() is not None, timeout_s=60)
         client = Client(self.deaths.address, self._asked, self.known)
-        self._pid = self.deaths.gateway() or 0
-        stepped = Stepped(self._pid)
+        stepped = self._seize()
         sites: list[Site] = []
         kinds: dict[int, str] = {}
         client.start()
@@ -102,6 +102,19 @@ class Walk:
             raise AssertionError(f"killed at {len(sites)}: {sites[-1:]}: {client.error}") from client.error
         self.known = self.known or client.answers
         return sites
+
+    def _seize(self) -> Stepped:
+        """The gateway. One that was killed is still there for a moment, and cannot be had any more."""
+        for _ in range(_MOST_TRIES):
+            self._pid = self.deaths.gateway() or 0
+            try:
+                return Stepped(self._pid)
+            except OSError:
+                if not is_alive(self._pid):
+                    wait_until(lambda: self.deaths.gateway() not in (None, self._pid), timeout_s=60)
+                else:
+                    raise
+        raise AssertionError("each gateway was dead")
 
     def _kind(self, stop: Stop, port: int, kinds: dict[int, str]) -> str:
         """What its descriptor is: the socket that listens, the client's, or something else."""

@@ -39,7 +39,8 @@ from everserve.procs.shared_descriptors import CLONE_FILES, clone
 from everserve.procs.signals import SignalPipe
 
 _LOOK_EVERY_S = 1.0
-_SILENT_S = 10.0  # a supervisor says something every second
+_SILENT_S = 10.0  # a supervisor says something every second ...
+_FIRST_WORD_S = 90.0  # ... when it has imported what it needs, which takes a busy host so much longer
 _MAX_DEATHS = 10  # of supervisors ...
 _DEATHS_WITHIN_S = 10.0  # ... within this time; beyond that the instance fails
 _BLOCKED = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD})
@@ -88,7 +89,7 @@ class _Root:
         self._news: str = found.get("news", "")  # for the next supervisor: what has become of an upgrade
         self._done: int | None = None  # what the supervisor says that the status of the instance is
         self._supervisor = -1
-        self._heard_s = 0.0
+        self._silent_at = 0.0  # when the supervisor has said nothing for too long
         self._pid = os.getpid()  # which the supervisor must know, too
         self._own_fds = process.open_fds() - others
 
@@ -99,7 +100,7 @@ class _Root:
         if (early := early_zygote.take()) is not None:  # it is that supervisor's
             self._started.add(early.pid)
         self._selector.register(ours, selectors.EVENT_READ)
-        self._heard_s, self._told = time.monotonic(), None
+        self._silent_at, self._told = time.monotonic() + _FIRST_WORD_S, None
         while (status := self._status()) is None:
             for key, _ in self._selector.select(_LOOK_EVERY_S):
                 if key.data is self._signals:
@@ -163,7 +164,7 @@ class _Root:
         return _exit_status(found)
 
     def _end_if_silent(self) -> None:
-        if self._has_begun and time.monotonic() > self._heard_s + _SILENT_S:
+        if self._has_begun and time.monotonic() > self._silent_at:
             os.kill(self._supervisor, signal.SIGKILL)
 
     def _judge(self, status: int) -> int | None:
@@ -236,7 +237,7 @@ class _Root:
                 data = supervisor.recv(MOST_BYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
-            self._heard_s = time.monotonic()
+            self._silent_at = time.monotonic() + _SILENT_S
             self._handle(supervisor, json.loads(data))
 
     def _handle(self, supervisor: socket.socket, said: dict[str, Any]) -> None:

@@ -162,7 +162,7 @@ def second(end):
     end.done(0)
     return 0
 
-root._SILENT_S = 0.3
+root._SILENT_S = root._FIRST_WORD_S = 0.3
 sys.exit(root.run(first, second))
 """
     before = {"signal.SIGSEGV": -11, "an exception": 70}.get(how, -9)
