@@ -3,13 +3,12 @@ gives streams to workers, hears their tokens, commits and sends.
 
 One client asks for three answers on one connection, in pieces, the third while the first is written, and says its last
 word. In a first run the gateway's calls are counted; then it is killed at one of them, in each run at another one.
-Between two calls a gateway only writes into its own memory and the ledger (tests/property/test_ledger_torn.py).
+Between two calls a gateway only writes into its own memory and the ledger (tests/property/test_ledger_torn.py). That
+bytes which are only believed to be sent are found is shown in tests/unit/gateway/test_transport.py.
 """
 
 import asyncio
-import os
 import random
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -18,9 +17,6 @@ from typing import Any
 
 import pytest
 
-from everserve.ledger.connections import Commit, Connection
-from everserve.ledger.layout import CONNECTION_BYTES
-from everserve.ledger.ledger import Ledger
 from everserve.procs.local_server import LocalServer
 from tests.support.cluster import is_alive, wait_until
 from tests.support.deaths import CHAT, PROMPTS, Deaths
@@ -168,54 +164,6 @@ def test_at_each_call(walk: Walk) -> None:
         reached.add(sites[-1])
         at += 1
     assert at > 50 and {(call, kind, True) for call, kind in PATH} <= reached
-
-
-def test_the_test_finds_a_gateway_that_believes_what_was_committed_to_be_sent(walk: Walk) -> None:
-    """The negative control: before the successor looks, what the kernel never got is taken out of the ring, while the
-    commit still counts its events."""
-
-    def is_unsent(sites: list[Site]) -> bool:
-        """Events are committed, behind others, and about to be sent."""
-        return sites[-1] == ("sendto", "client", True) and bool(list(unsent(walk.deaths.root)))
-
-    def believe(stepped: Stepped) -> None:
-        keeper = walk.deaths.keeper() or 0
-        os.kill(keeper, signal.SIGSTOP)
-        stepped.kill()
-        for connection, older in unsent(walk.deaths.root):
-            connection.put(connection.commit._replace(ring_end=older.ring_end))
-        os.kill(keeper, signal.SIGCONT)
-
-    long = post("/v1/completions", {**STREAM, "max_tokens": 300})  # of many chunks, unless the gateway has no time
-    walk = Walk(walk.deaths.server, (long, *ASKED[1:]))
-    walk.go()
-    with pytest.raises(AssertionError, match="instead of"):
-        for _ in range(20):
-            walk.go(is_unsent, believe)
-
-
-def unsent(root: int) -> Iterator[tuple[Connection, Commit]]:
-    """Connections with a stream that has gone on with its latest commit, and the commit before."""
-    for connection in connections_in_ledger(root):
-        newest, older = connection.commit, connection._copy(~connection.commit.seq & 1)
-        if newest.request and older is not None and 0 < older.num_rendered < newest.num_rendered:
-            assert older.ring_end < newest.ring_end
-            yield connection, older
-
-
-def connections_in_ledger(root: int) -> Iterator[Connection]:
-    """As a successor would find them. Root has a descriptor of the ledger."""
-    for path in Path(f"/proc/{root}/fd").iterdir():
-        if "memfd:ledger" not in name_at(path):
-            continue
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        ledger = Ledger.map(fd)
-        os.close(fd)
-        shape, taken = ledger.shape, set[int]()
-        for index in ledger._used(shape.connections_at, CONNECTION_BYTES, shape.num_connections):
-            connection = ledger._connection(index)
-            connection.recover(taken)
-            yield connection
 
 
 def name_at(fd: Path) -> str:
