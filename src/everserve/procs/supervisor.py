@@ -114,7 +114,8 @@ _RESTARTS_WITHIN_S = 10.0  # ... within this time; beyond that the instance fail
 
 _START_WITHIN_S = 30.0  # for want of processes or descriptors; a server that has served tries for ever
 
-_HELPERS = ("orchestrator", "anchor", "zygote", "carrier")  # which are started anew when anything of them is lost
+_ALWAYS = ("orchestrator", "anchor", "zygote")  # in every instance
+_HELPERS = (*_ALWAYS, "carrier")  # which are started anew when anything of them is lost
 _WAIT_S = 0.1  # for ends; then it looks again what is left
 _STDERR = 2
 _STOPS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD})
@@ -274,7 +275,7 @@ class Supervisor:
         assert before is not None, "there was another one"
         if self._root.news == "upgraded":
             log.warning("version %s goes on, of %s", __version__, sys.executable)
-            self._upgrade.begin_to_confirm(_HELPERS)
+            self._upgrade.begin_to_confirm(_ALWAYS)
         elif self._root.news:
             log.error("%s: version %s goes on, of %s", self._root.news, __version__, sys.executable)
             self._root.has_taken_over()
