@@ -36,7 +36,7 @@ def settled(whole):
     c.wait_whole(whole)
     after = pids(whole)
     assert {after[name] for name in ("root", "gateway")} == {before[name] for name in ("root", "gateway")}
-    c.wait_until(lambda: strays(whole) == set(), what="the end of all that nobody knows")
+    c.wait_until(lambda: strays(whole) == set(), what="the end of all processes that no table names")
     c.wait_until(lambda: holdings(whole) <= held, what=f"no more descriptors than {held}")
 
 

@@ -276,7 +276,7 @@ class World:
                 self.doubted.add(key)
         if is_live and isinstance(what, Silent | Alive):
             self.unanswered.discard(key)
-        # Before it is told: what is decided may begin an incarnation of which somebody has spoken too early.
+        # Before it is told: what is decided may begin an incarnation of which a message came too early.
         teller = self.processes.get((event.rank, event.incarnation)) if isinstance(event, SeatInput) else None
         num_stale, epoch = self.machine.num_stale, self.machine.epoch
         is_alone = not isinstance(what, Died | ChannelEnded | Exited | SlotsReported) or len(self.old) % 3 > 0

@@ -151,7 +151,7 @@ def test_places_are_shared(events: list[tuple], num_places: int) -> None:
 @examples(60)
 @given(st.permutations(["a"] * 12 + ["b"] * 12 + ["c"] * 20), st.lists(st.integers(0, 50), max_size=12))
 def test_keys_that_always_wait_have_their_parts(order: list[str], ends: list[int]) -> None:
-    """To the nearest place, whoever came first and whatever ends, as soon as each place has been given once more."""
+    """To the nearest place, whichever key came first and whatever ends, as soon as each place was given again."""
     batch = Batch(10)
     for key in order:
         batch.submit(key, 1)

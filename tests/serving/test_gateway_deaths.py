@@ -97,7 +97,7 @@ def test_with_its_keeper_connections_end_and_streams_do_not(deaths: Deaths) -> N
     body = {**REQUESTS[0][1], "max_tokens": 900, "prompt": PROMPTS[0]}
 
     async def connect() -> RawClient:
-        """As soon as somebody listens, and answers."""
+        """As soon as a server listens there, and answers."""
         return await RawClient.connect(deaths.address, random.Random(0))
 
     async def test() -> None:

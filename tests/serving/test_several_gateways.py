@@ -107,7 +107,7 @@ def test_no_client_notices(two: TwoGateways) -> None:
     two.run(num_deaths=6, num_raw=10)
 
 
-@pytest.mark.parametrize("dies", ["nobody", "the one with the stream", "the one that hands over"])
+@pytest.mark.parametrize("dies", ["no gateway", "the one with the stream", "the one that hands over"])
 def test_who_comes_back_to_the_other_gateway_gets_the_rest(two: TwoGateways, dies: str) -> None:
     """Its connection is handed to the one that has the stream, also if that is dead at that moment, or if the other one
     dies while the connection is on its way."""

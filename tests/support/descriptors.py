@@ -5,6 +5,6 @@ import os
 
 
 def num_fds() -> int:
-    """Without those of objects that nobody has any more: another test's may be closed at any time."""
+    """Without those of objects that are not referenced any more: another test's may be closed at any time."""
     gc.collect()
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 (a count)

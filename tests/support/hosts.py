@@ -1,7 +1,7 @@
 """Hosts on one machine: each has its own network, pids and host name, as namespaces of the kernel, joined by a bridge.
 
 SIGKILL of a host's first process ends all of its processes at once, and its kernel says so to the others. A power loss
-is the link down first: then nobody hears of it.
+is the link down first: then no other host hears of it.
 """
 
 import contextlib

@@ -339,7 +339,7 @@ def test_a_device_is_not_given_back_while_another_source_finds_it_ill(instance):
 
 
 def test_what_was_answered_is_kept_before_though_more_waits(instance):
-    """An operator relies on it: whoever has died since is decided with it."""
+    """An operator relies on it: deaths since then are decided with it."""
     (rank,) = [seat.rank for seat in instance.machine.goal.seats if seat.device == 0 and seat.role is Role.EXPERT]
     first = instance.machine.handle(Died(rank, Incarnation(1)), instance.now, is_last=False)
     assert not any(isinstance(effect, Publish | KeepGoal) for effect in first.effects)

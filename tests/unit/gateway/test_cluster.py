@@ -397,9 +397,9 @@ def test_faults_that_make_no_sense(body: Any, status: int) -> None:
 def test_a_fault_for_an_empty_seat() -> None:
     async def test() -> None:
         async with toy_server(enable_chaos=True) as server:
-            server.orchestrator.answer = refusal("nobody sits there")
+            server.orchestrator.answer = refusal("that seat is empty")
             answer = await server.post("/cluster/fault", FAULT)
-            assert answer.status == 409 and "nobody sits there" in answer.error["message"]
+            assert answer.status == 409 and "that seat is empty" in answer.error["message"]
 
     run(test)
 

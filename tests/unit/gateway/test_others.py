@@ -45,7 +45,7 @@ def test_what_one_has_given_is_no_room_for_the_other() -> None:
         b.submit(n=3)
         await b.settle()
         assert (len(ours.specs), len(theirs.specs), b.fleet.num_waiting) == (CAPACITY - 1, 1, 2)
-        await a.run(ours)  # they end, and nobody tells the other gateway
+        await a.run(ours)  # they end, and the other gateway is not told
         await until(lambda: not b.fleet.num_waiting, b)
         await b.run(theirs)
         assert_complete(a)

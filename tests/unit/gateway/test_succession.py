@@ -112,7 +112,7 @@ def test_without_the_note_in_the_ledger_nothing_is_kept(monkeypatch: pytest.Monk
 
 
 def test_connections_in_messages_are_handled_first(ends: None) -> None:
-    """They would be nobody's."""
+    """They would belong to no stream."""
 
     async def run(world: World) -> None:
         message = HandedOver(gateway=0, by=1, cookie=1, begin=0, data=b"", sent=0)

@@ -1,4 +1,4 @@
-"""What tests of GPUs import is there: nobody runs them where there is no GPU, and much they import inside functions."""
+"""What tests of GPUs import is there: they are not run where there is no GPU, and much they import inside functions."""
 
 import ast
 from pathlib import Path
